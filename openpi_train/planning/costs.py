@@ -13,7 +13,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.planning.flops import product_flops, rewritten_bytes
 from openpi_train.planning.forecast import ActivationMoment, RematCost
 from openpi_train.planning.kinds import product_rate
-from openpi_train.planning.live_bytes import Moment, moments
+from openpi_train.planning.live_bytes import Compiler, Moment, moments
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.sharding.mesh import TENSOR
 
@@ -25,30 +25,39 @@ ROWS = 8191
 class TracedGradient:
     """Loss and gradient of `ROWS` rows on one device, or one tensor group: the run's own, under one policy.
 
-    `experiment` has that policy; `jaxpr` is the traced program, whose first results are the gradients of `trained`, and
-    whose inputs of these numbers are the parameters that stay `fixed`.
+    `experiment` has that policy; `jaxpr` is the traced program, whose first results are the gradients of `trained`.
+    Its inputs of these numbers are the parameters that stay `fixed`, and the trained matrices that devices which shard
+    them gather all `at_once`.
     """
 
     experiment: Experiment
     jaxpr: Any
     trained: Sequence[str] = ()
     fixed: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    at_once: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[Mapping[int, str]]:
+        """The parameters of which it matters when they are last read: fixed ones one by one, those at once together."""
+        return [*({number: path} for number, path in self.fixed.items()), *([self.at_once] if self.at_once else [])]
 
 
 # Counts the bytes that a device needs at once for each row of a micro-batch, without parameters and gradients: the
-# estimates below, or a compiler. The moment with most bytes comes first; its outputs are the gradients, its inputs the
-# fixed parameters.
+# estimates below, or a compiler. The moment with most bytes comes first; its outputs are the gradients, its groups of
+# inputs those of parameters.
 ActivationBytes = Callable[[TracedGradient], Sequence[Moment]]
 
 
 def live_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
     """Bytes per row of the arrays of the traced program that are alive at once."""
-    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), [*gradient.fixed])
+    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), [[*group] for group in gradient.groups])
 
 
-def gpu_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
-    """The same for GPUs, which need less for norms after convolutions."""
-    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), [*gradient.fixed], fuses_norms=True)
+def gpu_activation_bytes(gradient: TracedGradient, *, sends: bool = False) -> Sequence[Moment]:
+    """The same for GPUs, which `sends`: send gradients to each other."""
+    compiler = Compiler(fuses_norms=True, puts_off=sends)
+    groups = [[*group] for group in gradient.groups]
+    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), groups, compiler=compiler)
 
 
 def cost(
@@ -59,7 +68,7 @@ def cost(
         ActivationMoment(
             bytes_per_row=max(moment.num_bytes, 1.0),
             later=frozenset(gradient.trained[number] for number in moment.later),
-            over=frozenset(gradient.fixed[number] for number in moment.over),
+            over=frozenset(path for number in moment.over for path in gradient.groups[number].values()),
         )
         for moment in activation_bytes(gradient)
     ]

@@ -31,6 +31,7 @@ _MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather iota pad r
 _BY_ITSELF = frozenset(
     "all_to_all cumlogsumexp cummax cummin cumprod cumsum fft ppermute psum psum_invariant random_bits sort".split()
 )
+_CONVOLUTION = "conv_general_dilated"
 # Operations that reuse the memory of their first input for the output.
 _IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-add".split())
 
@@ -39,44 +40,60 @@ _IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-
 _SLACK = 0.02
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """What is known of a compiler. The default is XLA for CPUs.
+
+    `fuses_norms`: it computes the norm of a convolution's output where it is read, as XLA for GPUs does. `puts_off`: it
+    makes the gradients of convolutions' kernels last, as that does where they are sent to other devices.
+    """
+
+    fuses_norms: bool = False
+    puts_off: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A time in a program: the bytes of its arrays, which outputs, by number, are made later, and which inputs are read
-    for the last time before: they, and what is computed from them alone."""
+    """A time in a program: the bytes of its arrays, which outputs, by number, are made later, and which groups of
+    inputs, by number, are read for the last time before: they, and what is computed from them alone."""
 
     num_bytes: float
     later: frozenset[int] = frozenset()
     over: frozenset[int] = frozenset()
 
 
-def peak_bytes(jaxpr: Any, size_of: SizeOf, *, fuses_norms: bool = False) -> float:
-    """Peak bytes of the arrays that a jaxpr computes, by `size_of`, without its inputs.
-
-    `fuses_norms`: the compiler computes the norm of a convolution's output where it is read, as that for GPUs does.
-    """
-    return moments(jaxpr, size_of, 0, fuses_norms=fuses_norms)[0].num_bytes
+def peak_bytes(jaxpr: Any, size_of: SizeOf, compiler: Compiler = Compiler()) -> float:
+    """Peak bytes of the arrays that a jaxpr computes, by `size_of`, without its inputs."""
+    return moments(jaxpr, size_of, 0, compiler=compiler)[0].num_bytes
 
 
 def moments(
-    jaxpr: Any, size_of: SizeOf, num_outputs: int, inputs: Sequence[int] = (), *, fuses_norms: bool = False
+    jaxpr: Any,
+    size_of: SizeOf,
+    num_outputs: int,
+    groups: Sequence[Sequence[int]] = (),
+    *,
+    compiler: Compiler = Compiler(),
 ) -> list[Moment]:
     """The times at which memory can be fullest, the one with most bytes first.
 
-    They differ in how many of the first `num_outputs` outputs are there and in which of the `inputs`, by number, are
-    still read, whose own bytes `size_of` does not count: of times that differ in outputs only, at each there are more
-    bytes than at any later one. Arguments as those of `peak_bytes`.
+    They differ in how many of the first `num_outputs` outputs are there and in which of these `groups` of inputs, each
+    by number, are still read, whose own bytes `size_of` does not count: of times that differ in outputs only, at each
+    there are more bytes than at any later one. Arguments as those of `peak_bytes`.
     """
-    program = _Program(size_of, fuses_norms)
+    program = _Program(size_of, compiler)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
     program.add(jaxpr, known)
     for var in jaxpr.outvars:
         program.read(known, var, stored=True)
+    for array in program.read_last:
+        program.read_array(array, stored=True)
     made = [program.begun(known, var) for var in jaxpr.outvars[:num_outputs]]
     alive, found = program.alive(), []
-    read = program.last_reads({number: known[jaxpr.invars[number]] for number in inputs})
-    for begin, end in itertools.pairwise(sorted({0, *made, *(last + 1 for last in read.values()), len(alive)})):
+    read = program.last_reads([[known[jaxpr.invars[number]] for number in group] for group in groups])
+    for begin, end in itertools.pairwise(sorted({0, *made, *(last + 1 for last in read), len(alive)})):
         later = frozenset(number for number, when in enumerate(made) if when > begin)
-        over = frozenset(number for number, last in read.items() if last < begin)
+        over = frozenset(number for number, last in enumerate(read) if last < begin)
         found.append(Moment(float(alive[begin:end].max()), later, over))
     most: dict[frozenset[int], float] = {}
     kept = []
@@ -93,6 +110,7 @@ class _Array:
 
     `sources` are the arrays from which a reader may recompute it; None if it is always stored. `of_convolution`: it is
     a convolution's output, or recomputed from one. `copy_last_read`: as `last_read`, of what is computed from it alone.
+    `parts`: of a stack, what unrolled turns of a loop have made.
     """
 
     size: float
@@ -103,6 +121,7 @@ class _Array:
     of_convolution: bool = False
     is_scalar: bool = False
     copy_last_read: int = -1
+    parts: Sequence["_Array"] = ()
 
 
 @dataclasses.dataclass
@@ -110,13 +129,15 @@ class _Program:
     """The operations of a jaxpr in order, with calls inlined."""
 
     size_of: SizeOf
-    fuses_norms: bool = False
+    compiler: Compiler = Compiler()
     arrays: list[_Array] = dataclasses.field(default_factory=list)
     # For every operation: whether it ends a fusion, and the bytes that it takes inside.
     ends: list[bool] = dataclasses.field(default_factory=list)
     inside: list[float] = dataclasses.field(default_factory=list)
     # Inputs whose memory an operation reuses for its outputs, if nothing reads them afterwards.
     given: list[tuple[_Array, int]] = dataclasses.field(default_factory=list)
+    # What is read once more at the end, by what is put off.
+    read_last: list[_Array] = dataclasses.field(default_factory=list)
 
     @property
     def now(self) -> int:
@@ -134,39 +155,63 @@ class _Program:
                 own |= zip(body.invars, [self._array(known, var) for var in equation.invars], strict=True)
                 self.add(body, own)
                 known |= zip(equation.outvars, [self._array(own, var) for var in body.outvars], strict=True)
+            elif name == "scan" and equation.params["unroll"] >= equation.params["length"]:
+                self._unroll(equation, known)
             elif name in _VIEWS:
                 known |= zip(equation.outvars, [self._array(known, var) for var in equation.invars], strict=False)
             elif _is_fused(equation) or self._is_norm(equation, inputs):
                 self._make(known, equation.outvars, tuple(inputs), any(array.of_convolution for array in inputs))
                 self._end(False)
             else:
-                of_windows = self.fuses_norms and name.startswith("select_and_")  # the gradient of a maximum
+                of_windows = self.compiler.fuses_norms and name.startswith("select_and_")  # the gradient of a maximum
                 for array in inputs:
                     is_fused = name.startswith(("reduce_", "arg")) or (of_windows and array.of_convolution)
-                    self._read(array, stored=not is_fused)
+                    self.read_array(array, stored=not is_fused)
+                if self.compiler.puts_off and name == _CONVOLUTION and not self.size_of(equation.outvars[0].aval):
+                    self.read_last += inputs
                 if name in _IN_PLACE:
                     self.given += [(inputs[0], self.now)]
-                unrolled = _is_unrolled(equation)
-                if name == "scan" and not unrolled:
+                if name == "scan":
                     consts, carried = _scan_inputs(equation)
                     inits = equation.invars[consts : consts + carried]
                     self.given += [(self._array(known, var), self.now) for var in inits]
                 elif name == "while":
                     consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
                     self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
-                inside = _inside(equation, self.size_of, self.fuses_norms)
-                passed = _passed_on(equation) if unrolled else {}
-                if unrolled:  # its stacks are in parts: what it makes takes the place of what it has read
-                    self._end(True, inside)
-                    inside = 0.0
+                inside = _inside(equation, self.size_of, self.compiler)
                 for var in equation.outvars:
-                    sources = [self._array(known, one) for one in passed[var]] if var in passed else None
-                    self._make(known, [var], sources, name == "conv_general_dilated")
+                    self._make(known, [var], None, name == _CONVOLUTION)
                 self._end(True, inside)
+
+    def _unroll(self, scan: Any, known: dict[Any, _Array]) -> None:
+        """Append the turns of a scan one after the other. Its stacks are in parts, which are joined where anything but
+        another such scan reads them."""
+        body, (consts, carried) = bodies(scan)[0], _scan_inputs(scan)
+        inputs = [self._array(known, var) for var in scan.invars]
+        states, stacked = inputs[consts : consts + carried], body.invars[consts + carried :]
+        turns: list[list[_Array]] = [[]] * scan.params["length"]
+        for turn in sorted(range(len(turns)), reverse=scan.params["reverse"]):
+            own = dict.fromkeys(body.constvars, _Array(0.0, 0, ()))
+            own |= zip(body.invars, [*inputs[:consts], *states], strict=False)
+            for var, stack in zip(stacked, inputs[consts + carried :], strict=True):
+                if stack.parts:
+                    own[var] = stack.parts[turn]
+                else:
+                    self._make(own, [var], (stack,), stack.of_convolution)
+                    self._end(False)
+            self.add(body, own)
+            made = [self._array(own, var) for var in body.outvars]
+            states, turns[turn] = made[:carried], made[carried:]
+        known |= zip(scan.outvars, states, strict=False)
+        for number, var in enumerate(scan.outvars[carried:]):
+            parts = [turn[number] for turn in turns]
+            self._make(known, [var], parts, any(part.of_convolution for part in parts))
+            known[var].parts = parts
+            self._end(False)
 
     def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
         """Record that this array is read after all operations so far; `stored`: it must be in memory."""
-        self._read(self._array(known, var), stored)
+        self.read_array(self._array(known, var), stored=stored)
 
     def begun(self, known: Mapping[Any, _Array], var: Any) -> int:
         """The operation that makes this array, or the first of what it is computed from where that can be fused."""
@@ -178,11 +223,11 @@ class _Program:
             if id(array) not in seen and array.made and not array.is_scalar:  # inputs have 0
                 begun = min(begun, array.made)
                 seen.add(id(array))
-                unread += array.sources or ()
+                unread += () if array.parts else array.sources or ()
         return begun
 
-    def last_reads(self, inputs: Mapping[int, _Array]) -> dict[int, int]:
-        """When each input, or what is computed from it alone, such as a copy in another type, is last read.
+    def last_reads(self, groups: Sequence[Sequence[_Array]]) -> list[int]:
+        """When each group of inputs, or what is computed from one alone, such as a copy in another type, is last read.
 
         To be called after `alive`, which tells what is read by being computed again.
         """
@@ -190,7 +235,7 @@ class _Program:
             if not array.size:  # nothing of the rows
                 for source in array.sources or ():
                     source.copy_last_read = max(source.copy_last_read, array.last_read, array.copy_last_read)
-        return {number: max(array.last_read, array.copy_last_read) for number, array in inputs.items()}
+        return [max(max(array.last_read, array.copy_last_read) for array in group) for group in groups]
 
     def peak(self) -> float:
         """The maximum bytes over all operations."""
@@ -229,14 +274,15 @@ class _Program:
 
     def _is_norm(self, equation: Any, inputs: Sequence[_Array]) -> bool:
         """Whether this is arithmetic between a convolution's output and its sums, which the compiler fuses."""
-        if not self.fuses_norms or not any(array.of_convolution for array in inputs):
+        if not self.compiler.fuses_norms or not any(array.of_convolution for array in inputs):
             return False
         return _is_by_element(equation, spread=True)
 
     def _array(self, known: Mapping[Any, _Array], var: Any) -> _Array:
         return _Array(0.0, 0, ()) if isinstance(var, Literal) else known[var]
 
-    def _read(self, array: _Array, stored: bool) -> None:
+    def read_array(self, array: _Array, *, stored: bool) -> None:
+        """The same of an array."""
         array.last_read = self.now
         if stored and array.first_stored_read is None:
             array.first_stored_read = self.now
@@ -313,36 +359,18 @@ def _called(equation: Any) -> Any:
     return found[0] if len(found[0].invars) == len(equation.invars) else None
 
 
-def _inside(equation: Any, size_of: SizeOf, fuses_norms: bool) -> float:
+def _inside(equation: Any, size_of: SizeOf, compiler: Compiler) -> float:
     """Bytes that an operation takes in addition to its inputs and outputs: one iteration of a loop, or one branch."""
     if equation.primitive.name == "scan":
         consts, carried = _scan_inputs(equation)
-        return _loop_bytes(bodies(equation)[0], consts, carried, _Program(size_of, fuses_norms))
+        return _loop_bytes(bodies(equation)[0], consts, carried, _Program(size_of, compiler))
+    if compiler.fuses_norms and equation.primitive.name.startswith("select_and_"):
+        # XLA for GPUs finds the place of each maximum first, a number for every dim.
+        return size_of(equation.invars[0].aval) * len(equation.invars[0].aval.shape)
     if equation.primitive.name == "while":
         body = equation.params["body_jaxpr"].jaxpr
-        return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), _Program(size_of, fuses_norms))
-    return max((peak_bytes(body, size_of, fuses_norms=fuses_norms) for body in bodies(equation)), default=0.0)
-
-
-def _is_unrolled(equation: Any) -> bool:
-    """Whether it is unrolled layers, each of which makes all its gradients before the next (`nn/layers.py`)."""
-    params = equation.params
-    return equation.primitive.name == "scan" and params["unroll"] >= params["length"] > 1
-
-
-def _passed_on(scan: Any) -> dict[Any, list[Any]]:
-    """The outputs of unrolled layers that are parts of their inputs, such as weights for the backward pass, by which
-    inputs: a layer's weights were carried to it, and are the first of their stack or one of the others."""
-    body = bodies(scan)[0]
-    consts, carried = _scan_inputs(scan)
-    own = dict(zip(body.invars, scan.invars, strict=True))
-    before = dict(zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True))
-    found = {}
-    for out, var in zip(scan.outvars, body.outvars, strict=True):
-        if not isinstance(var, Literal) and var in own:
-            others = [own[before[var]]] if before.get(var) in own else []
-            found[out] = [own[var], *others]
-    return found
+        return _loop_bytes(body, equation.params["body_nconsts"], len(body.outvars), _Program(size_of, compiler))
+    return max((peak_bytes(body, size_of, compiler) for body in bodies(equation)), default=0.0)
 
 
 def _scan_inputs(scan: Any) -> tuple[int, int]:

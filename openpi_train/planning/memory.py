@@ -6,7 +6,7 @@ State is exact: abstract shapes under the plan's shardings. Activations are an e
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -120,7 +120,7 @@ def predict(
     num_micros: int = 1,
     dtype: Any = jnp.bfloat16,
     later: Container[str] = (),
-    over: Container[str] = (),
+    over: Collection[str] = (),
     on_gpus: bool = False,
     unrolled: bool = False,
 ) -> Memory:
@@ -185,11 +185,8 @@ def predict(
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
         compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
     if on_gpus:
-        # Until the kernel's gradient is made; those that are gathered stay, as their gradients are put off (XLA's
-        # scheduler of transfers).
-        kernels = {
-            path for path in convolution_kernel_paths(module) - narrowed if path in gathered or path not in trained
-        }
+        # Until the kernel's gradient is made. What is gathered arrives in that order.
+        kernels = convolution_kernel_paths(module) - narrowed - gathered - trained - set(over)
         compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
         if plan.cuts("copy") and not unrolled:
             # All-gathers want the dim that is cut first: where it is not a layer's first, there is a copy of the part

@@ -4,6 +4,7 @@ Read next: `settle.py`, which calls it before and after it opens the data.
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -14,6 +15,7 @@ import jax
 import optax
 
 from openpi_train.experiment import Experiment
+from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
 from openpi_train.planning.costs import (
@@ -219,7 +221,8 @@ def forecasts(
     experiment = settled(experiment, machine)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
-    activation_bytes = gpu_activation_bytes if machine.kind.is_known else live_activation_bytes
+    of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
+    activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
     policies = policy_costs(experiment, layout, batch_spec, activation_bytes)
     return [
         forecast(machine, cost, policy, experiment.batch_size, accumulations)
@@ -280,8 +283,15 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
 
     traced = jax.make_jaxpr(gradient)(state.shapes, batch)
     numbered = jax.tree.unflatten(jax.tree.structure(state.shapes), range(len(jax.tree.leaves(state.shapes))))
-    fixed = {number: path for path, number in numbered.frozen.items()}
-    return TracedGradient(experiment=one, jaxpr=traced.jaxpr, trained=sorted(state.shapes.params), fixed=fixed)
+    shapes = {**state.shapes.frozen, **state.shapes.params}
+    apart = gatherings(merge_module(state.graphdef, shapes))
+    return TracedGradient(
+        experiment=one,
+        jaxpr=traced.jaxpr,
+        trained=sorted(state.shapes.params),
+        fixed={number: path for path, number in numbered.frozen.items()},
+        at_once={n: path for path, n in numbered.params.items() if path not in apart and shapes[path].ndim > 1},
+    )
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:

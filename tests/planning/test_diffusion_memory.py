@@ -1,6 +1,7 @@
 """A diffusion policy that devices share, `robot_dp_tiny` with a UNet of one level: its compiled step and its plan."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 from openpi_train.models.denoisers import UnetSizes
+from openpi_train.planning.costs import cost, gpu_activation_bytes
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.kinds import UNKNOWN
@@ -79,6 +81,25 @@ def test_gpus_copy_kernels_and_gather_float32():
     of_half = predict(layout.under(over), over, 0, 0, dtype=jnp.bfloat16, on_gpus=True)
     uncut = [path for path, leaf in layout.shapes.params.items() if FSDP not in over.spec("state", leaf, path)]
     assert of_half.compute_copy == sum(sizes.values()) - sum(sizes[path] for path in uncut) / 2
+    # What is gathered arrives as the convolutions read it, and is gone when none reads it any more.
+    first, read = (
+        predict(layout.under(over), over, 0, 0, dtype=np.float32, on_gpus=True, later=sizes, over=paths)
+        for paths in ((), sizes)
+    )
+    cut = set(sizes) - set(uncut)
+    uncut_kernels = {path for path in uncut if layout.shapes.params[path].ndim > 2}
+    assert first.compute_copy == sum(sizes[path] for path in cut | uncut_kernels)
+    assert read.compute_copy == 0
+
+
+def test_what_is_gathered_at_once_is_there_until_the_last_of_it_is_read():
+    whole = Plan(mesh=planned_mesh(1, 1), strategy="replicated", min_shard_mib=0)
+    layout = prepare.whole_layout(robot_dp_tiny_14, whole)
+    gradient = prepare.traced_gradient(robot_dp_tiny_14, layout)
+    matrices = {path for path, leaf in layout.shapes.params.items() if leaf.ndim > 1}
+    assert [set(group.values()) for group in gradient.groups] == [matrices]
+    of_gpus = cost(None, gradient, functools.partial(gpu_activation_bytes, sends=True))
+    assert {one.over for one in of_gpus.moments} == {frozenset(), frozenset(matrices)}
 
 
 def test_the_compiled_step_needs_the_memory_of_the_forecast_to_a_tenth(shared):
