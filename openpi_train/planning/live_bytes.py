@@ -91,9 +91,11 @@ def moments(
     made = [program.begun(known, var) for var in jaxpr.outvars[:num_outputs]]
     alive, found = program.alive(), []
     read = program.last_reads([[known[jaxpr.invars[number]] for number in group] for group in groups])
+    # Of layers that are unrolled, and not read in the backward pass, there is one at a time.
+    passing = min(made, default=0) if program.unrolls else 0
     for begin, end in itertools.pairwise(sorted({0, *made, *(last + 1 for last in read), len(alive)})):
         later = frozenset(number for number, when in enumerate(made) if when > begin)
-        over = frozenset(number for number, last in enumerate(read) if last < begin)
+        over = frozenset(number for number, last in enumerate(read) if last < begin or last < passing)
         found.append(Moment(float(alive[begin:end].max()), later, over))
     most: dict[frozenset[int], float] = {}
     kept = []
@@ -138,6 +140,8 @@ class _Program:
     given: list[tuple[_Array, int]] = dataclasses.field(default_factory=list)
     # What is read once more at the end, by what is put off.
     read_last: list[_Array] = dataclasses.field(default_factory=list)
+    # Whether it has unrolled loops.
+    unrolls: bool = False
 
     @property
     def now(self) -> int:
@@ -186,6 +190,7 @@ class _Program:
     def _unroll(self, scan: Any, known: dict[Any, _Array]) -> None:
         """Append the turns of a scan one after the other. Its stacks are in parts, which are joined where anything but
         another such scan reads them."""
+        self.unrolls = True
         body, (consts, carried) = bodies(scan)[0], _scan_inputs(scan)
         inputs = [self._array(known, var) for var in scan.invars]
         states, stacked = inputs[consts : consts + carried], body.invars[consts + carried :]

@@ -6,7 +6,7 @@ State is exact: abstract shapes under the plan's shardings. Activations are an e
 
 import dataclasses
 import math
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,7 +137,8 @@ def predict(
     any more. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims in another
     order, and so are parts of layers that all-gathers read in another order; and there is cuBLAS's workspace.
     `unrolled`: layers are not in a loop, which has copies of whole stacks; their gradients are sharded as they arise
-    under zero1, too, if there is one micro-batch, and while one layer's are summed those of another are whole.
+    under zero1, too, if there is one micro-batch, and while one layer's are summed, in the type in which they are sent,
+    those of another are whole.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -207,7 +208,7 @@ def predict(
         libraries=CUBLAS_BYTES * on_gpus,
         layer=_layer_bytes(
             *(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
-            num_gradients=(1 + unrolled) * bool(plan.cuts("grads") or sharded),
+            gradients=[jnp.float32, plan.reduce_dtype][: (1 + unrolled) * bool(plan.cuts("grads") or sharded)],
         ),
         host=sum(on_host.values()),
         fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)
@@ -221,14 +222,14 @@ def _layer_bytes(
     trained: Container[str],
     dtype: Any,
     *,
-    num_gradients: int,
+    gradients: Sequence[Any],
 ) -> int:
     """Bytes of one layer of the largest of these stacks while it runs: its weights, gathered in `dtype`, where the plan
-    cuts the copy, and the gradients of so many layers, whole in float32."""
+    cuts the copy, and the whole gradients of as many layers as there are types."""
     found: dict[tuple[str, int], int] = {}
     for path, leaf in leaves.items():
         stack = path.partition("/")[0], leaf.shape[0]
-        types = [dtype] * plan.cuts("copy") + [jnp.float32] * (num_gradients if path in trained else 0)
+        types = [dtype] * plan.cuts("copy") + [*gradients] * (path in trained)
         size = sum(_whole_bytes(leaf, one, plan, specs[path]) for one in types)
         found[stack] = found.get(stack, 0) + size // leaf.shape[0]
     return max(found.values(), default=0)

@@ -127,6 +127,24 @@ def test_unrolled_layers_make_their_gradients_in_the_place_of_what_these_are_mad
     assert max(most_with_gradients(True, "full"), most_with_gradients(True, "dots")) < 0.1
 
 
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_of_unrolled_layers_that_no_backward_pass_reads_there_is_one_at_a_time(unrolled):
+    stacked = stack_layers(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs), 5, nnx.Rngs(0))
+    graph, params = nnx.split(stacked)[0], module_params(stacked)
+
+    def loss(weight, fixed, x):
+        layers = merge_module(graph, fixed)
+        mark_fixed(layers, fixed)
+        if unrolled:
+            mark_unrolled(layers)
+        reference = scan_layers(layers, lambda one, x, _: (jnp.tanh(one(x)), None), x, remat="full")[0]
+        return jnp.sum(jnp.tanh(x @ weight) * jax.lax.stop_gradient(reference))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(shape(8, 8), params, shape(ROWS, 8)).jaxpr
+    found = moments(jaxpr, bytes_per_row, 1, [[1]])
+    assert {one.over == frozenset({0}) for one in found} == ({True} if unrolled else {False, True})
+
+
 def test_unrolled_layers_store_nothing_that_is_computed_from_what_is_stored_anyway():
     stacked = stack_layers(lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs), 50, nnx.Rngs(0))
     graph, params = nnx.split(stacked)
@@ -149,6 +167,23 @@ def test_unrolled_layers_store_nothing_that_is_computed_from_what_is_stored_anyw
     # The product, and the input of the next one. A loop keeps the factors and their derivatives, too.
     assert 2 * 50 <= unrolled / 32 < 2 * 50 + 5
     assert looped / 32 > 4 * 50
+
+
+@pytest.mark.parametrize("unroll", [1, 50])
+def test_what_unrolled_layers_store_is_freed_layer_by_layer(unroll):
+    def loss(weights, added, x):
+        def body(x, inputs):
+            weight, more = inputs
+            return jnp.tanh(x @ weight + more), None
+
+        return jax.lax.scan(body, x, (weights, added), unroll=unroll)[0].sum()
+
+    def squares(*inputs):
+        return (jax.grad(loss, 1)(*inputs) ** 2).sum(axis=(0, 2))
+
+    stacks = floats_per_row(squares, shape(50, 8, 8), shape(50, ROWS, 8), shape(ROWS, 8)) / (50 * 8)
+    # Each gradient of what is added takes the place of the result that it is made from; loops have both stacks.
+    assert (1 if unroll > 1 else 2) <= stacks < (1.1 if unroll > 1 else 3.2)
 
 
 def test_gradients_of_kernels_that_are_put_off_keep_what_they_are_made_from():
