@@ -13,7 +13,7 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
-from openpi_train.nn.params import FIXED, UNROLLED
+from openpi_train.nn.params import AS_GATHERED, FIXED, UNROLLED
 from openpi_train.nn.remat import Remat, recomputed
 from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
 
@@ -76,7 +76,7 @@ def scan_layers(
         return _loop(step, carry, params, per_layer, remat, fetches)
     before, last_extra = (jax.tree.map(lambda x, part=part: x[part], per_layer) for part in (slice(-1), -1))
     carry, outputs, last = _unrolled(step, carry, params, before, remat, fetches)
-    run_last = recomputed(step, remat, fetches, prevent_cse=True)
+    run_last = recomputed(step, remat, fetches, unrolled=True)
     carry, output = run_last(jax.tree.map(_in_order, carry), _with_copies(last), last_extra)
     return carry, jax.tree.map(lambda rest, one: jnp.concatenate([rest, one[None]]), outputs, output)
 
@@ -87,8 +87,7 @@ _Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 def _loop(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> tuple[Any, Any]:
     """`jax.lax.scan` over the layers with what `remat` recomputes in the backward pass."""
-    # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
-    run = recomputed(step, remat, fetches, prevent_cse=False)
+    run = recomputed(step, remat, fetches, unrolled=False)
     return jax.lax.scan(lambda carry, inputs: run(carry, *inputs), carry, (layers, per_layer))
 
 
@@ -111,7 +110,7 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
         return step(carry, _read_from(layers, index, layer), extra)
 
     # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
-    run = recomputed(read, remat, fetches, prevent_cse=True)
+    run = recomputed(read, remat, fetches, unrolled=True)
 
     def turn(state: Any, inputs: Any) -> Any:
         (carry, layer), (index, following, extra) = state, inputs
@@ -283,7 +282,11 @@ def _entries(variable: nnx.Variable) -> tuple[Shard, ...] | None:
 
 def _is_unrolled(params: Any) -> bool:
     """Whether these parameters are marked so."""
-    return any(leaf.get_metadata(UNROLLED, False) for leaf in jax.tree.leaves(params, is_leaf=_is_variable))
+    return _is_marked(params, UNROLLED)
+
+
+def _is_marked(params: Any, name: str) -> bool:
+    return any(leaf.get_metadata(name, False) for leaf in jax.tree.leaves(params, is_leaf=_is_variable))
 
 
 def _gathered(layer_params: Any) -> Any:
@@ -313,8 +316,8 @@ def each_layer(stacked: M) -> list[M]:
 
 
 def _has_shards(params: Any) -> bool:
-    """Whether some of these parameters are shards."""
-    return any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard)))
+    """Whether some of these parameters are shards, or to be treated so."""
+    return any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard))) or _is_marked(params, AS_GATHERED)
 
 
 def scan_to_last(

@@ -15,7 +15,7 @@ from openpi_train.nn.shard import Gathering
 Params = dict[str, Array]
 # Metadata of a parameter: no gradient is taken in it; it is of a stack whose layers are unrolled; it is a table of a
 # model through which gradients are taken.
-FIXED, UNROLLED, LEARNING = "is_fixed", "is_unrolled", "is_learning"
+FIXED, UNROLLED, AS_GATHERED, LEARNING = "is_fixed", "is_unrolled", "as_gathered", "is_learning"
 
 
 def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,11 +67,15 @@ def mark_fixed(module: nnx.Module, paths: Container[str]) -> None:
             variable.set_metadata(FIXED, True)
 
 
-def mark_unrolled(module: nnx.Module) -> None:
-    """Mark all stacks of layers to be unrolled (`layers.py: scan_layers`)."""
+def mark_unrolled(module: nnx.Module, *, as_gathered: bool = False) -> None:
+    """Mark all stacks of layers to be unrolled (`layers.py: scan_layers`).
+
+    `as_gathered`: they are to store what layers of shards store.
+    """
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if variable.get_metadata("gathering", None) is Gathering.BY_LAYER:
             variable.set_metadata(UNROLLED, True)
+            variable.set_metadata(AS_GATHERED, as_gathered)
 
 
 def mark_learning(module: nnx.Module) -> None:

@@ -7,9 +7,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-# What is stored for the backward pass in addition to a layer's input: everything; inputs and outputs of products with
-# weights, and of attention; outputs of products and of attention; inputs and outputs of attention; nothing. Each stores
-# less than the one before and recomputes more.
+# What is stored for the backward pass in addition to a layer's input: everything (of unrolled layers that are gathered:
+# inputs and outputs of all products); inputs and outputs of products with weights, and of attention; outputs of those;
+# inputs and outputs of attention; nothing. Each stores less than the one before and recomputes more.
 Remat = Literal["none", "products", "dots", "attention", "full"]
 # Or the policy with the shortest step of those that fit the devices of a run.
 RematChoice = Literal["auto", "none", "products", "dots", "attention", "full"]
@@ -39,10 +39,12 @@ _keep_attention = jax.checkpoint_policies.save_from_both_policies(
 _keep_outputs = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _keep_attention
 )
+_keep_inputs = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(INPUT), _keep_outputs
+)
 _POLICIES = {
-    "products": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(INPUT), _keep_outputs
-    ),
+    "none": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _keep_inputs),
+    "products": _keep_inputs,
     "dots": _keep_outputs,
     "attention": _keep_attention,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -52,15 +54,18 @@ _WITHOUT_ARITHMETIC = frozenset(
 )
 
 
-def recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, prevent_cse: bool) -> Callable[..., Any]:
+def recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, unrolled: bool) -> Callable[..., Any]:
     """The step of a scan over layers, with what `remat` recomputes in the backward pass.
 
-    Weights that the step fetches itself, gathered or read from a stack, are fetched again and never kept.
+    Weights that the step fetches itself, gathered or read from a stack, are fetched again and never kept: it then
+    stores what checkpoint is told to. XLA for GPUs would compute elementwise arithmetic again where it reads it, rather
+    than store it; so of `unrolled` layers `none` stores no more than products.
     """
     if remat == "none" and not fetches:
         return step
-    policy = _all_but_weights if remat == "none" else _POLICIES[remat]
-    return jax.checkpoint(step, prevent_cse=prevent_cse, policy=policy)
+    policy = _all_but_weights if remat == "none" and not unrolled else _POLICIES[remat]
+    # Inside a loop nothing can be merged across the barrier anyway, so it is not needed.
+    return jax.checkpoint(step, prevent_cse=unrolled, policy=policy)
 
 
 def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -223,7 +223,8 @@ def forecasts(
     costs = layout_costs(experiment, layout, machine, practice)
     of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
     activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
-    policies = policy_costs(experiment, layout, batch_spec, activation_bytes)
+    gathers = machine.num_devices > 1
+    policies = policy_costs(experiment, layout, batch_spec, activation_bytes, gathers=gathers)
     return [
         forecast(machine, cost, policy, experiment.batch_size, accumulations)
         for cost, policy in itertools.product(costs, policies)
@@ -258,25 +259,33 @@ def policy_costs(
     state: StateLayout,
     batch_spec: BatchSpec | None = None,
     activation_bytes: ActivationBytes = live_activation_bytes,
+    *,
+    gathers: bool = False,
 ) -> list[RematCost]:
-    """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
+    """The cost of a row under each allowed rematerialisation policy, least recomputation first.
+
+    `gathers`: on devices that gather layers, which store less with `none` if they are unrolled.
+    """
     open_policies = {
         name: dataclasses.replace(experiment, model=model) for name, model in experiment.model.remat_choices().items()
     }
     return [
-        cost(name, traced_gradient(one, state, batch_spec), activation_bytes) for name, one in open_policies.items()
+        cost(name, traced_gradient(one, state, batch_spec, gathers=gathers), activation_bytes)
+        for name, one in open_policies.items()
     ]
 
 
-def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> TracedGradient:
+def traced_gradient(
+    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None, *, gathers: bool = False
+) -> TracedGradient:
     """Loss and gradient of one micro-batch, for `state` or for that of another policy, as one device computes them.
 
-    Or one tensor group.
+    Or one tensor group. `gathers`: layers store what gathered ones store.
     """
     whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
     one = dataclasses.replace(experiment, grad_accum=1)
     batch = batch_spec(ROWS) if batch_spec else experiment.batch_spec(ROWS)
-    trainer = make_trainer(one, state.of(experiment.model), whole)
+    trainer = dataclasses.replace(make_trainer(one, state.of(experiment.model), whole), as_gathered=gathers)
 
     def gradient(state: TrainState, batch: Any) -> Any:
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))

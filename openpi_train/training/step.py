@@ -50,6 +50,8 @@ class Trainer:
     seed: int
     grad_accum: int = 1
     unroll_layers: bool = False
+    # To be traced: unrolled layers store what gathered ones store.
+    as_gathered: bool = False
     ema_decay: float | None = None
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
     loss_scaling: LossScaling | None = None
@@ -103,7 +105,7 @@ class Trainer:
             mark_fixed(model, state.frozen)
             mark_learning(model)
             if self.unroll_layers:
-                mark_unrolled(model)
+                mark_unrolled(model, as_gathered=self.as_gathered)
             loss, metrics = self.objective.loss(model, micro, norms, row_keys(self.seed, step, micro.row))
             return (loss if scale is None else loss * scale.value), metrics
 

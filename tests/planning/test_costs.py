@@ -43,6 +43,14 @@ def test_who_keeps_less_recomputes_more_and_the_models_own_work_stays():
     assert len({one.model_flops_per_row for one in found}) == 1
 
 
+def test_unrolled_layers_that_are_gathered_store_less_with_none():
+    experiment = dataclasses.replace(with_model(debug, remat="none"), unroll_layers=True)
+    layout = prepare.whole_layout(experiment, ONE)
+    whole, gathered = (prepare.policy_costs(experiment, layout, gathers=n)[0] for n in (False, True))
+    assert gathered.activation_bytes_per_row < 0.95 * whole.activation_bytes_per_row
+    assert gathered.flops_per_row == pytest.approx(whole.flops_per_row, rel=0.05)  # little but elementwise arithmetic
+
+
 @pytest.mark.parametrize(("remat", "times"), [("dots", 0), ("attention", 1)])
 def test_a_step_computes_logits_once_where_it_keeps_products(remat, times):
     wide = dataclasses.replace(arithmetic_sft.model.sizes, vocab_size=100_000)

@@ -4,6 +4,8 @@ their gradient is cut where it arises. A whole gradient of gathered layers is bf
 stack that is cast before its last layer is cut off. Layers that are gathered when they run have no copy, but the part
 of a stack that is cut. Where gradients are cut as they arise, a gathered stack and its part are there at once."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -124,6 +126,9 @@ def test_unrolled_layers_are_not_copied_as_a_stack_and_have_two_layers_gradients
     gradients_of_a_layer = 4 * STACK / 18
     more = unrolled.layer - looped.layer
     assert more == pytest.approx((2 if strategy == "zero1" else 1) * gradients_of_a_layer, rel=0.02)
+    narrow = dataclasses.replace(plan, reduce_dtype="bfloat16")
+    found = predict(layout.under(plan), narrow, 0, 0, unrolled=True)
+    assert unrolled.layer - found.layer == pytest.approx(gradients_of_a_layer / 2, rel=0.02)
 
 
 def test_gradients_of_unrolled_layers_are_sharded_as_they_arise_under_zero1_too(layout):

@@ -26,14 +26,15 @@ AUTO = ("--model.remat", "auto")
 
 @pytest.fixture(scope="module", autouse=True)
 def each_step_is_traced_once() -> Iterator[None]:
-    """Without convolutions policies cost the same on any machine, and with any batch: pi0's steps are traced once."""
+    """Without convolutions policies cost the same on any machine of one or of several devices, and with any batch: pi0's
+    steps are traced once."""
     trace, known = prepare.policy_costs, {}
 
-    def once(experiment, state, *others):
+    def once(experiment, state, *others, **gathers):
         what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
-        key = repr((*what, experiment.sharding.tensor_devices))
+        key = repr((*what, experiment.sharding.tensor_devices, gathers))
         if key not in known:
-            known[key] = trace(experiment, state, *others)
+            known[key] = trace(experiment, state, *others, **gathers)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
