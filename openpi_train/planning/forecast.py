@@ -14,9 +14,8 @@ from openpi_train.planning.memory import GIB, Memory
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.sharding.strategy import Strategy
 
-# Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory,
-# also because stored activations must be written and read.
-_EQUAL = 0.01
+# Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory.
+_EQUAL, _UNIT = 0.005, 0.01
 # Share of the memory that jax may use which a run may plan with: the rest is for the allocator and the collectives.
 USABLE = 0.9
 # Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
@@ -306,10 +305,10 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     first = fitting[0]
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
     # What is generated between steps takes the same under every policy.
-    best = min(equal, key=lambda one: math.ceil(one.memory.step / (_EQUAL * one.machine.usable_bytes)))
+    best = min(equal, key=lambda one: math.ceil(one.memory.step / (_UNIT * one.machine.usable_bytes)))
     why = f"{best.words()}; the shortest step of the {len(fitting)} of {len(forecasts)} that fit"
     if best is not first:
-        why += f", to {_EQUAL:.0%}, with more room than {first.words()}"
+        why += f", to {_EQUAL:.1%}, with more room than {first.words()}"
     shorter = [one for one in forecasts if not one.fits and one.compute_s < best.compute_s]
     policies = dict.fromkeys(str(one.policy.remat) for one in shorter if one.layout is best.layout)
     if policies:

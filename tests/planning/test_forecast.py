@@ -180,7 +180,7 @@ def test_a_policy_that_costs_next_to_nothing_and_leaves_more_room_is_preferred()
     dots = policy("dots", 1.004e12, 2)
     best, why = recommend(candidates([layout("zero1", 40, 1e6), layout("zero3", 40, 2e6)], [NONE, dots, FULL]))
     assert best is not None and (best.layout.strategy, best.policy.remat) == ("zero1", "dots")
-    assert "to 1%, with more room than zero1, remat none" in why
+    assert "to 0.5%, with more room than zero1, remat none" in why
 
 
 def test_a_policy_that_writes_less_again_is_preferred_where_that_takes_a_hundredth_of_the_time():

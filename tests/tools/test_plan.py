@@ -26,8 +26,8 @@ AUTO = ("--model.remat", "auto")
 
 @pytest.fixture(scope="module", autouse=True)
 def each_step_is_traced_once() -> Iterator[None]:
-    """Without convolutions policies cost the same on any machine of one or of several devices, and with any batch: pi0's
-    steps are traced once."""
+    """Without convolutions policies cost the same on any machine that has several devices, or one, and with any batch:
+    pi0's steps are traced once."""
     trace, known = prepare.policy_costs, {}
 
     def once(experiment, state, *others, **gathers):
@@ -126,7 +126,7 @@ def test_a_policy_that_is_given_is_the_only_one_and_its_work_is_counted():
 def test_pi0_without_recomputation_executes_what_is_counted_by_hand():
     found = report("pi0_bridge_traj")
     flops = {one.policy.remat: one.policy.flops_per_row / found.model_flops_per_row for one in found.forecasts}
-    assert flops["none"] == 1
+    assert 1 <= flops["none"] < 1.002  # attention's, as devices that gather layers compute them again
     by_hand = 3 * flops_by_hand.pi0(found.experiment.model, 1)  # inputs have no gradient
     assert found.model_flops_per_row == pytest.approx(by_hand, rel=1e-3)
     assert list(flops) == ["none", "products", "dots", "attention", "full"]
