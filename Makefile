@@ -98,7 +98,7 @@ dist:
 
 # Steps at full size by XLA's GPU compiler, in an environment of its own with jax's CUDA plugin (4 GB; no GPU is needed).
 # The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. It takes two cores more than an hour; GPU_SETS=attention
-# takes six minutes, and GPU_SETS=flags compares XLA's flags.
+# takes six minutes. GPU_SETS=flags compares XLA's flags, GPU_SETS=loops other models' layers in a loop and unrolled.
 GPU := .venv-gpu
 GPU_SETS ?= openpi families strategies attention programs sampling layers
 GPU_COMPILATIONS ?= $(shell nproc)

@@ -63,7 +63,7 @@ XLA_FLAGS = (
     "enable_while_loop_double_buffering=true",
     "all_gather_combine_threshold_bytes=268435456 --xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
 )
-_ZERO3 = "--sharding.strategy zero3"
+_ZERO1, _ZERO3 = "--sharding.strategy zero1", "--sharding.strategy zero3"
 _PI0 = "pi0_bridge_traj"
 _OTHER_POLICIES = ("pusht_dp", "robot_dp_14", "act_aloha_sim", "smolvla_bridge")
 SETS = {
@@ -103,6 +103,29 @@ SETS = {
                 ("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B} {attention}".strip())
                 for attention in ("", "--model.policy.attention cudnn")
             ),
+        )
+        for layers in ("--unroll-layers False", "--unroll-layers True")
+    ],
+    # The same of other models and other ways to train.
+    "loops": [
+        Case(name, f"{flags} {layers}", devices, hosts)
+        for name, flags, devices, hosts in (
+            *(
+                (f"{_PI0}_lora", f"--sharding.strategy {strategy} --model.remat dots --model.attention cudnn", 8, 1)
+                for strategy in ("zero1", "zero3")
+            ),
+            (f"{_PI0}_lora", "--model.remat full --batch-size 32", 1, 1),
+            ("pi05_bridge", f"{_ZERO3} --model.remat dots --model.attention cudnn", 8, 1),
+            *((name, f"{_ZERO3} --model.remat dots", 8, 1) for name in ("pi0_fast_bridge", "paligemma_flow")),
+            *(("smolvla_bridge", f"--sharding.strategy {strategy}", 8, 1) for strategy in ("zero1", "zero3")),
+            *((name, "", 1, 1) for name in ("smolvla_bridge", "act_aloha_sim")),
+            ("gsm8k_sft_llama32_1b", "--sharding.strategy zero2 --model.remat dots", 8, 1),
+            ("gsm8k_sft_llama32_1b", "--model.remat dots --model.attention cudnn --batch-size 16", 1, 1),
+            *((f"gsm8k_sft_{name}", f"{_ZERO1} --model.remat dots", 8, 1) for name in ("lora_llama32_1b", "gemma3_1b")),
+            ("gsm8k_dpo_llama32_1b", f"{_ZERO1} --model.policy.remat dots", 8, 1),
+            (_PI0, f"{_ZERO3} --model.remat full --grad-accum 4", 8, 1),
+            (_PI0, "--sharding.strategy hsdp --model.remat full", 16, 2),
+            (_PI0, f"{_ZERO3} --model.remat full --sharding.tensor-devices 2", 8, 1),
         )
         for layers in ("--unroll-layers False", "--unroll-layers True")
     ],
@@ -176,13 +199,11 @@ SETS = {
         Case("tabletop_dp", devices=1),
         Case("act_aloha_sim", devices=1),
         Case("smolvla_bridge", devices=1),
-        *(
-            Case(f"gsm8k_{kind}_llama32_1b", "--sharding.strategy zero1 --model.remat dots")
-            for kind in ("sft", "sft_lora", "dpo_lora")
-        ),
-        Case("gsm8k_dpo_llama32_1b", "--sharding.strategy zero1 --model.policy.remat dots"),
-        Case("gsm8k_reward_llama32_1b", "--sharding.strategy zero1 --model.language.remat dots"),
-        Case("gsm8k_sft_gemma3_1b", "--sharding.strategy zero1 --model.remat dots"),
+        Case("smolvla_bridge", _ZERO1),
+        *(Case(f"gsm8k_{kind}_llama32_1b", f"{_ZERO1} --model.remat dots") for kind in ("sft", "sft_lora", "dpo_lora")),
+        Case("gsm8k_dpo_llama32_1b", f"{_ZERO1} --model.policy.remat dots"),
+        Case("gsm8k_reward_llama32_1b", f"{_ZERO1} --model.language.remat dots"),
+        Case("gsm8k_sft_gemma3_1b", f"{_ZERO1} --model.remat dots"),
         Case("arithmetic_grpo", devices=1),
         Case("arithmetic_ppo", devices=1),
         Case("tabletop_few_rloo", devices=1),

@@ -446,12 +446,12 @@ def compile_step(argv: Sequence[str]) -> int:
     for line in plugin.set_environment(os.environ, request.devices, request.hosts):
         logger.info("%s", line)
     experiment = parse_experiment(request.experiment, ["--exp-name", "compile", *rest])
+    from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS
     from openpi_train.tools import gpu_step
     from openpi_train.tools.plan import find_machine
 
-    machine = find_machine(
-        request.device_kind, request.devices, request.hosts, request.device_gib, request.network_gb_s
-    )
+    given = request.device_kind, request.devices, request.hosts, request.device_gib, request.network_gb_s
+    machine = find_machine(*given, kinds=KINDS_OF_TARGETS)
     return gpu_step.main(experiment, machine, request)
 
 

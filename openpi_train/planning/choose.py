@@ -89,13 +89,15 @@ def layout_cost(
     fixed = {path: leaf for path, leaf in state.shapes.frozen.items() if ways.get(path) is not Gathering.BY_ROW}
 
     @functools.cache
-    def step_memory(num_micros: int, later: frozenset[str] = frozenset(), over: frozenset[str] = frozenset()) -> Memory:
+    def step_memory(
+        num_micros: int, later: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()
+    ) -> Memory:
         return predict(
             *(cut, plan, 0, 0),
             num_micros=num_micros,
             dtype=dtype,
             later=later,
-            over=over,
+            unread=unread,
             on_gpus=machine.kind.is_known,  # all in the table are GPUs
             unrolled=experiment.unroll_layers is True,
         )
@@ -103,10 +105,10 @@ def layout_cost(
     def missing(num_micros: int, later: frozenset[str]) -> int:
         return step_memory(num_micros).step - step_memory(num_micros, later).step
 
-    def read_before(num_micros: int, over: frozenset[str]) -> int:
+    def without_copies(num_micros: int, unread: frozenset[str]) -> int:
         if num_micros > 1:  # the next micro-batch reads them, too
             return 0
-        return step_memory(1).compute_copy - step_memory(1, over=over).compute_copy
+        return step_memory(1).compute_copy - step_memory(1, unread=unread).compute_copy
 
     @functools.cache
     def memory(num_micros: int) -> Memory:
@@ -143,7 +145,7 @@ def layout_cost(
         beside_bytes=beside_bytes,
         hidden=HIDDEN if not experiment.unroll_layers else HIDDEN_UNROLLED if plan.cuts("copy") else HIDDEN_KEPT,
         later=missing,
-        over=read_before,
+        unread=without_copies,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

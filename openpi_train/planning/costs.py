@@ -38,7 +38,7 @@ class TracedGradient:
 
     @property
     def groups(self) -> list[Mapping[int, str]]:
-        """The parameters of which it matters when they are last read: fixed ones one by one, those at once together."""
+        """The parameters of which it matters when they are read: fixed ones one by one, those at once together."""
         return [*({number: path} for number, path in self.fixed.items()), *([self.at_once] if self.at_once else [])]
 
 
@@ -68,7 +68,7 @@ def cost(
         ActivationMoment(
             bytes_per_row=max(moment.num_bytes, 1.0),
             later=frozenset(gradient.trained[number] for number in moment.later),
-            over=frozenset(path for number in moment.over for path in gradient.groups[number].values()),
+            unread=frozenset(path for number in moment.unread for path in gradient.groups[number].values()),
         )
         for moment in activation_bytes(gradient)
     ]

@@ -61,8 +61,8 @@ class LayoutCost:
     `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`), of which they hide
     the share `hidden`.
 
-    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet, `over`
-    how many less when these fixed ones are not read any more.
+    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet,
+    `unread` how many less when these have no copies: they are not read yet, or not any more.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -76,19 +76,19 @@ class LayoutCost:
     beside_bytes: Callable[[int], float] = lambda num_micros: 0.0
     hidden: float = HIDDEN
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
-    over: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
+    unread: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationMoment:
-    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, and the
-    fixed ones that are not read any more, such as a reference's in the backward pass."""
+    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, and
+    those that are not read then: not yet, or not any more, as a reference's in the backward pass."""
 
     bytes_per_row: float
     later: frozenset[str] = frozenset()
-    over: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ def forecast(
             return 0
         free -= memory.working
         fitting = (
-            (free + layout.later(num_micros, one.later) + layout.over(num_micros, one.over)) / one.bytes_per_row
+            (free + layout.later(num_micros, one.later) + layout.unread(num_micros, one.unread)) / one.bytes_per_row
             for one in moments
         )
         return max(math.floor(min(fitting)), 0)
@@ -252,7 +252,7 @@ def forecast(
         memory = dataclasses.replace(
             memory,
             activations=int(moment.bytes_per_row * (rows // num_micros)),
-            compute_copy=memory.compute_copy - layout.over(num_micros, moment.over),
+            compute_copy=memory.compute_copy - layout.unread(num_micros, moment.unread),
         )
         if memory.micro_grads:
             return dataclasses.replace(memory, micro_grads=memory.micro_grads - later)

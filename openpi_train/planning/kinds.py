@@ -6,6 +6,7 @@ Read next: `links.py` (traffic over the links), `device_limits.py` (what the loc
 import dataclasses
 import difflib
 import re
+from collections.abc import Sequence
 
 from openpi_train.runtime.exits import UsageError
 
@@ -106,18 +107,18 @@ def kind_of(device_kind: str) -> DeviceKind:
     return next((kind for kind in KINDS if re.search(rf"\b{kind.reported}\b", device_kind, re.IGNORECASE)), UNKNOWN)
 
 
-def find_kind(text: str) -> DeviceKind:
+def find_kind(text: str, choices: Sequence[DeviceKind] = KINDS) -> DeviceKind:
     """The kind that `text` names, ignoring case, spaces and dashes; names that the driver reports also work.
 
-    Raises UsageError for any other, with the closest name and the known ones.
+    Raises UsageError for any other, with the closest name and those of `choices`.
     """
     by_plain = {_plain(kind.name): kind for kind in KINDS}
     kind = by_plain.get(_plain(text), kind_of(text))
     if kind.is_known:
         return kind
-    close = difflib.get_close_matches(_plain(text), by_plain, 1)
+    close = difflib.get_close_matches(_plain(text), [_plain(kind.name) for kind in choices], 1)
     guess = f"did you mean {by_plain[close[0]].name}? " if close else ""
-    names = ", ".join(kind.name for kind in KINDS)
+    names = ", ".join(kind.name for kind in choices)
     raise UsageError(
         f"--device-kind {text!r} is unknown; {guess}Kinds: {names}. For another take the nearest, with --device-gib"
     )

@@ -9,6 +9,7 @@ XLA for CPUs stores each step.
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,11 +56,12 @@ class Compiler:
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """A time in a program: the bytes of its arrays, which outputs, by number, are made later, and which groups of
-    inputs, by number, are read for the last time before: they, and what is computed from them alone."""
+    inputs, by number, are not read at that time: they, and what is computed from them alone, only before or only
+    afterwards."""
 
     num_bytes: float
     later: frozenset[int] = frozenset()
-    over: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
 
 
 def peak_bytes(jaxpr: Any, size_of: SizeOf, compiler: Compiler = Compiler()) -> float:
@@ -78,8 +80,8 @@ def moments(
     """The times at which memory can be fullest, the one with most bytes first.
 
     They differ in how many of the first `num_outputs` outputs are there and in which of these `groups` of inputs, each
-    by number, are still read, whose own bytes `size_of` does not count: of times that differ in outputs only, at each
-    there are more bytes than at any later one. Arguments as those of `peak_bytes`.
+    by number, are read by then and later, whose own bytes `size_of` does not count: of times that differ in outputs
+    only, at each there are more bytes than at any later one. Arguments as those of `peak_bytes`.
     """
     program = _Program(size_of, compiler)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
@@ -90,19 +92,22 @@ def moments(
         program.read_array(array, stored=True)
     made = [program.begun(known, var) for var in jaxpr.outvars[:num_outputs]]
     alive, found = program.alive(), []
-    read = program.last_reads([[known[jaxpr.invars[number]] for number in group] for group in groups])
+    read = program.reads([[known[jaxpr.invars[number]] for number in group] for group in groups])
     # Of layers that are unrolled, and not read in the backward pass, there is one at a time.
     passing = min(made, default=0) if program.unrolls else 0
-    for begin, end in itertools.pairwise(sorted({0, *made, *(last + 1 for last in read), len(alive)})):
+    changes = {min(time, len(alive)) for first, last in read for time in (first, last + 1)}
+    for begin, end in itertools.pairwise(sorted({0, *made, *changes, len(alive)})):
         later = frozenset(number for number, when in enumerate(made) if when > begin)
-        over = frozenset(number for number, last in enumerate(read) if last < begin or last < passing)
-        found.append(Moment(float(alive[begin:end].max()), later, over))
+        unread = frozenset(
+            number for number, (first, last) in enumerate(read) if last < max(begin, passing) or first >= end
+        )
+        found.append(Moment(float(alive[begin:end].max()), later, unread))
     most: dict[frozenset[int], float] = {}
     kept = []
     for moment in reversed(found):
-        if moment.num_bytes > most.get(moment.over, -1.0):
+        if moment.num_bytes > most.get(moment.unread, -1.0):
             kept.append(moment)
-            most[moment.over] = moment.num_bytes
+            most[moment.unread] = moment.num_bytes
     return sorted(kept, key=lambda moment: -moment.num_bytes)
 
 
@@ -111,7 +116,8 @@ class _Array:
     """An array: its bytes, the operation that makes it, and the one that reads it last (-1: none).
 
     `sources` are the arrays from which a reader may recompute it; None if it is always stored. `of_convolution`: it is
-    a convolution's output, or recomputed from one. `copy_last_read`: as `last_read`, of what is computed from it alone.
+    a convolution's output, or recomputed from one. `copy_last_read`: as `last_read`, of what is computed from it alone;
+    `first_read` is of either.
     `parts`: of a stack, what unrolled turns of a loop have made.
     """
 
@@ -123,6 +129,7 @@ class _Array:
     of_convolution: bool = False
     is_scalar: bool = False
     copy_last_read: int = -1
+    first_read: int = sys.maxsize
     parts: Sequence["_Array"] = ()
 
 
@@ -231,16 +238,25 @@ class _Program:
                 unread += () if array.parts else array.sources or ()
         return begun
 
-    def last_reads(self, groups: Sequence[Sequence[_Array]]) -> list[int]:
-        """When each group of inputs, or what is computed from one alone, such as a copy in another type, is last read.
+    def reads(self, groups: Sequence[Sequence[_Array]]) -> list[tuple[int, int]]:
+        """When each group of inputs, or what is computed from one alone, such as a copy in another type, is first and
+        last read.
 
         To be called after `alive`, which tells what is read by being computed again.
         """
         for array in reversed(self.arrays):
-            if not array.size:  # nothing of the rows
-                for source in array.sources or ():
+            is_copy = not array.size  # nothing of the rows
+            for source in array.sources or ():
+                source.first_read = min(source.first_read, array.first_read if is_copy else array.made)
+                if is_copy:
                     source.copy_last_read = max(source.copy_last_read, array.last_read, array.copy_last_read)
-        return [max(max(array.last_read, array.copy_last_read) for array in group) for group in groups]
+        return [
+            (
+                min(array.first_read for array in group),
+                max(max(array.last_read, array.copy_last_read) for array in group),
+            )
+            for group in groups
+        ]
 
     def peak(self) -> float:
         """The maximum bytes over all operations."""
@@ -289,6 +305,7 @@ class _Program:
     def read_array(self, array: _Array, *, stored: bool) -> None:
         """The same of an array."""
         array.last_read = self.now
+        array.first_read = min(array.first_read, self.now)
         if stored and array.first_stored_read is None:
             array.first_stored_read = self.now
 

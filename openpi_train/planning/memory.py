@@ -120,7 +120,7 @@ def predict(
     num_micros: int = 1,
     dtype: Any = jnp.bfloat16,
     later: Container[str] = (),
-    over: Collection[str] = (),
+    unread: Collection[str] = (),
     on_gpus: bool = False,
     unrolled: bool = False,
 ) -> Memory:
@@ -133,9 +133,9 @@ def predict(
     is cut (`nn/layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
     so does their gradient.
 
-    Args: `later` are parameters whose gradients of the micro-batch are not there yet, `over` those that have no copies
-    any more. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims in another
-    order, and so are parts of layers that all-gathers read in another order; and there is cuBLAS's workspace.
+    Args: `later` are parameters whose gradients of the micro-batch are not there yet, `unread` those that have no
+    copies at that time. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims
+    in another order, and so are parts of layers that all-gathers read in another order; there is cuBLAS's workspace.
     `unrolled`: layers are not in a loop, which has copies of whole stacks; their gradients are sharded as they arise
     under zero1, too, if there is one micro-batch, and while one layer's are summed, in the type in which they are sent,
     those of another are whole.
@@ -156,7 +156,7 @@ def predict(
             total += _bytes(leaves[path].shape, dtype, plan, spec)
         return total
 
-    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and path not in over}
+    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and path not in unread}
     of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
     trained = {path for path in shapes.params if path not in later}
     cut_stacks = cut_stack_paths(module)
@@ -169,7 +169,7 @@ def predict(
         of_copies = (of_layers | (cut_stacks - gathered)) - sharded
         narrow = {path for path in of_copies & trained if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
-    narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype and path not in over}
+    narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype and path not in unread}
     copied = narrowed | gathered
     if plan.cuts("copy"):
         cut = cut_stacks & of_layers & set(shapes.params)
@@ -187,7 +187,7 @@ def predict(
         compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
     if on_gpus:
         # Until the kernel's gradient is made. What is gathered arrives in that order.
-        kernels = convolution_kernel_paths(module) - narrowed - gathered - trained - set(over)
+        kernels = convolution_kernel_paths(module) - narrowed - gathered - trained - set(unread)
         compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
         if plan.cuts("copy") and not unrolled:
             # All-gathers want the dim that is cut first: where it is not a layer's first, there is a copy of the part

@@ -12,7 +12,7 @@ from openpi_train.planning.gpu.step_account import (
     GpuAccount,
     PartBound,
 )
-from openpi_train.planning.memory import GIB
+from openpi_train.planning.memory import GIB, Memory
 from openpi_train.tools.plan_text import table
 
 # Parts of the model that take less than this share of the bound are shown as one.
@@ -67,8 +67,18 @@ def _memory(found: GpuAccount, chosen: Forecast) -> str:
         f"state and batch {found.state_bytes / GIB:.2f} GiB{host} (forecast: state {memory.state / GIB:.2f}), the "
         f"program's own {found.own_bytes / GIB:.2f} (forecast: {memory.step / GIB:.2f}), together "
         f"{found.peak_bytes / GIB:.2f} (forecast: {(memory.state + memory.step) / GIB:.2f}) of {usable / GIB:.1f}: "
-        f"that {verdict}"
+        f"that {verdict}{_between_steps(memory)}"
     )
+
+
+def _between_steps(memory: Memory) -> str:
+    """What the forecast's total has instead of a step's bytes, where that is more."""
+    programs = {"to complete texts (--program reading, decoding)": memory.generation}
+    programs["to act (--program acting)"] = memory.acting
+    purpose, most = max(programs.items(), key=lambda item: item[1])
+    if most <= memory.step:
+        return ""
+    return f"\nThe run needs {memory.total / GIB:.2f} GiB between steps: {most / GIB:.2f} beside the state {purpose}"
 
 
 def _bound(found: GpuAccount) -> str:

@@ -22,12 +22,12 @@ from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.gpu.targets import has_target, target_of
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, forecast_iteration
-from openpi_train.planning.kinds import find_kind, product_rate
+from openpi_train.planning.kinds import KINDS, DeviceKind, find_kind, product_rate
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
-from openpi_train.tools import ahead, gpu_step, gpu_text, plan_text
+from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan_text
 from openpi_train.training.prepare import forecasts, whole_layout
 
 
@@ -68,7 +68,7 @@ def main(
     the process that compiles for GPUs. Raises UsageError for conflicting flags.
     """
     machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency)
-    compiler = _compiler(compiler, compile_all, machine, offloads=experiment.sharding.offload != "none")
+    compiler = _compiler(compiler, compile_all, machine, experiment)
     ahead.imitate(num_devices, experiment.sharding.tensor_devices)
     report = make_report(experiment, machine)
     if as_text:
@@ -94,14 +94,17 @@ def main(
     return DONE if chosen is not None else USAGE
 
 
-def _compiler(asked: str | None, compile_all: bool, machine: Machine, *, offloads: bool) -> str | None:
+def _compiler(asked: str | None, compile_all: bool, machine: Machine, experiment: Experiment) -> str | None:
     """The compiler to use. Raises UsageError if the one for GPUs is asked for and cannot be used."""
+    problem = gpu_programs.why_not("step", experiment)
     if asked == "gpu" or compile_all:
         plugin.require()
         target_of(machine.kind)
+        if problem:
+            raise UsageError(problem)
         return "gpu"
     if asked == "auto":
-        return "gpu" if plugin.is_installed() and has_target(machine.kind) and not offloads else "cpu"
+        return "cpu" if problem or not plugin.is_installed() or not has_target(machine.kind) else "gpu"
     return asked
 
 
@@ -112,9 +115,10 @@ def find_machine(
     device_gib: float | None,
     network_gb_s: float,
     efficiency: float = 0.5,
+    kinds: Sequence[DeviceKind] = KINDS,
 ) -> Machine:
-    """The machine that the flags describe. Raises UsageError for invalid flags."""
-    kind = find_kind(device_kind)
+    """The machine that the flags describe. Raises UsageError for invalid flags, which names `kinds` to choose from."""
+    kind = find_kind(device_kind, kinds)
     if num_devices % num_hosts:
         raise UsageError(f"--hosts {num_hosts} does not divide --devices {num_devices}: all hosts have as many devices")
     memory_gib = kind.memory_gib if device_gib is None else device_gib

@@ -105,6 +105,8 @@ class PlanRequest(AheadRequest):
         """A sentence if flags contradict each other."""
         if self.compile_all and (self.compiler == "cpu" or not self.compile):
             return ["--compile-all is for --compiler gpu, and not with --no-compile"]
+        if self.compiler != "auto" and not self.compile:
+            return [f"--compiler {self.compiler} compiles, and --no-compile does not: leave one out"]
         return []
 
 

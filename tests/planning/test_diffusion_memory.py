@@ -83,7 +83,7 @@ def test_gpus_copy_kernels_and_gather_float32():
     assert of_half.compute_copy == sum(sizes.values()) - sum(sizes[path] for path in uncut) / 2
     # What is gathered arrives as the convolutions read it, and is gone when none reads it any more.
     first, read = (
-        predict(layout.under(over), over, 0, 0, dtype=np.float32, on_gpus=True, later=sizes, over=paths)
+        predict(layout.under(over), over, 0, 0, dtype=np.float32, on_gpus=True, later=sizes, unread=paths)
         for paths in ((), sizes)
     )
     cut = set(sizes) - set(uncut)
@@ -99,7 +99,7 @@ def test_what_is_gathered_at_once_is_there_until_the_last_of_it_is_read():
     matrices = {path for path, leaf in layout.shapes.params.items() if leaf.ndim > 1}
     assert [set(group.values()) for group in gradient.groups] == [matrices]
     of_gpus = cost(None, gradient, functools.partial(gpu_activation_bytes, sends=True))
-    assert {one.over for one in of_gpus.moments} == {frozenset(), frozenset(matrices)}
+    assert {one.unread for one in of_gpus.moments} == {frozenset(), frozenset(matrices)}
 
 
 def test_the_compiled_step_needs_the_memory_of_the_forecast_to_a_tenth(shared):

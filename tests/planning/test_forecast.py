@@ -68,12 +68,12 @@ def test_memory_is_fullest_when_activations_and_the_gradients_made_so_far_are_mo
 
 def test_copies_of_fixed_parameters_are_there_until_they_are_read_for_the_last_time():
     read = frozenset({"reference"})
-    moments = [ActivationMoment(bytes_per_row=4 * GIB, over=read), ActivationMoment(bytes_per_row=3 * GIB)]
+    moments = [ActivationMoment(bytes_per_row=4 * GIB, unread=read), ActivationMoment(bytes_per_row=3 * GIB)]
     copies = dataclasses.replace(layout("replicated", 20, 0).memory(1), compute_copy=10 * GIB)
     held = dataclasses.replace(
         layout("replicated", 20, 0),
         memory=lambda micros: copies,
-        over=lambda micros, paths: 6 * GIB * (paths == read),
+        unread=lambda micros, paths: 6 * GIB * (paths == read),
     )
     of_rows = dataclasses.replace(NONE, moments=moments)
     # 5 rows: 20 and 4 without the reference's copies, against 15 and 10 with them; 8 rows: 32 and 4 against 24 and 10.

@@ -142,7 +142,7 @@ def test_of_unrolled_layers_that_no_backward_pass_reads_there_is_one_at_a_time(u
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(shape(8, 8), params, shape(ROWS, 8)).jaxpr
     found = moments(jaxpr, bytes_per_row, 1, [[1]])
-    assert {one.over == frozenset({0}) for one in found} == ({True} if unrolled else {False, True})
+    assert {one.unread == frozenset({0}) for one in found} == ({True} if unrolled else {False, True})
 
 
 def test_unrolled_layers_store_nothing_that_is_computed_from_what_is_stored_anyway():
@@ -217,8 +217,24 @@ def test_fixed_layers_are_read_until_the_backward_pass_ends(unrolled, remat):
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(shape(ROWS, 8), params).jaxpr
     found = moments(jaxpr, bytes_per_row, 1, [[1]])
-    assert max(one.num_bytes for one in found if not one.over) == found[0].num_bytes
-    assert all(not one.later for one in found if one.over)  # the gradient in x has been made, or is being made
+    assert max(one.num_bytes for one in found if not one.unread) == found[0].num_bytes
+    assert all(not one.later for one in found if one.unread)  # the gradient in x has been made, or is being made
+
+
+def test_a_fixed_matrix_is_not_there_before_it_is_read_first_nor_is_its_copy():
+    def loss(x, first, second):
+        copy = second.astype(jnp.float32)
+        wide = jnp.tanh(x @ first)  # 64 numbers of a row, and 16 when the second is read
+        narrow = jnp.tanh(jnp.sum(wide.reshape(-1, 8, 8) ** 2, -1))
+        return jnp.sum(jnp.tanh(narrow @ copy))
+
+    inputs = shape(ROWS, 8), shape(8, 64), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    found = moments(jax.make_jaxpr(loss)(*inputs).jaxpr, bytes_per_row, 0, [[1], [2]])
+    first, second = (max(one.num_bytes for one in found if number not in one.unread) for number in (0, 1))
+    assert (first, second) == (4 * 64, 4 * 16)
+    assert all(one.unread for one in found)  # never both
+    never = jax.make_jaxpr(lambda x, matrix: jnp.sum(jnp.tanh(x)))(inputs[0], inputs[1]).jaxpr
+    assert all(one.unread == frozenset({0}) for one in moments(never, bytes_per_row, 0, [[1]]))
 
 
 def test_a_loop_has_one_copy_of_what_it_carries_however_long_it_is():

@@ -17,7 +17,7 @@ from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBu
 from openpi_train.planning.gpu.targets import target_of
 from openpi_train.planning.memory import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan
+from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan, plan_text
 
 needs_plugin = pytest.mark.skipif(
     not plugin.is_installed(), reason="needs jax's CUDA plugin (no GPU): make gpu-compile makes such an environment"
@@ -116,10 +116,55 @@ def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
     assert len(seen) == 1 + len(get_args(Remat)) and "Bounds by the compiled programs" in capsys.readouterr().out
 
 
-def test_contradicting_flags_are_refused(capsys):
-    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--compile-all", "--no-compile"]
-    assert cli.run(words) == USAGE
-    assert "--compile-all is for --compiler gpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--compile-all"], "--compile-all is for --compiler gpu"),
+        (["--compiler", "gpu"], "--compiler gpu compiles, and --no-compile does not"),
+    ],
+)
+def test_contradicting_flags_are_refused(capsys, flags, said):
+    assert cli.run(["plan", "debug", "--devices", "8", "--device-kind", "h100", "--no-compile", *flags]) == USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--compiler", "gpu"), ("--compile-all",)])
+def test_a_plan_that_cannot_be_compiled_for_gpus_is_refused_before_it_is_made(monkeypatch, capsys, flags):
+    monkeypatch.setattr(plugin, "PLUGINS", ("jax",))  # as if it were installed
+    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.offload", "optimizer"]
+    assert cli.run([*words, *flags]) == USAGE
+    said = capsys.readouterr()
+    assert "--sharding.offload optimizer cannot be compiled for GPUs" in said.err and not said.out
+
+
+def test_a_plan_with_offload_is_compiled_for_cpus_where_nothing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "PLUGINS", ("jax",))
+    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    compiled = []
+    monkeypatch.setattr(ahead, "compile_step", lambda *what: compiled.append(what))
+    monkeypatch.setattr(plan_text, "compiled", lambda *_: "")
+    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.offload", "optimizer"]
+    assert cli.run(words) == DONE
+    assert len(compiled) == 1
+
+
+def test_an_unknown_kind_is_refused_by_the_verb_with_those_that_it_knows(monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
+    assert cli.run(["compile", "debug", "--devices", "8", "--device-kind", "a1000"]) == USAGE
+    said = capsys.readouterr().err
+    assert "Kinds: b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada, rtx4090. For another" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "said"), [("generation", "to complete texts (--program reading, decoding)"), ("acting", "to act")]
+)
+def test_what_a_run_needs_between_steps_is_told_where_it_is_more(field, said):
+    one = chosen()
+    between = one.memory.step + 10**9
+    more = dataclasses.replace(one, memory=dataclasses.replace(one.memory, **{field: between}))
+    found = f"The run needs {more.memory.total / GIB:.2f} GiB between steps: {between / GIB:.2f} beside the state"
+    assert f"{found} {said}" in gpu_text.lines(ACCOUNT, more)
+    assert "between steps" not in gpu_text.lines(ACCOUNT, one)
 
 
 @pytest.mark.parametrize(

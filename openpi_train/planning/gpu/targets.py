@@ -152,9 +152,12 @@ TARGETS = (
 )
 
 
+KINDS_OF_TARGETS = tuple(find_kind(target.kind) for target in TARGETS)
+
+
 def has_target(kind: DeviceKind) -> bool:
     """Whether there is a description of this kind."""
-    return any(target.kind == kind.name for target in TARGETS)
+    return kind in KINDS_OF_TARGETS
 
 
 def target_of(kind: DeviceKind) -> GpuTarget:
