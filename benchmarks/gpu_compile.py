@@ -64,6 +64,7 @@ XLA_FLAGS = (
     "all_gather_combine_threshold_bytes=268435456 --xla_gpu_reduce_scatter_combine_threshold_bytes=268435456",
 )
 _ZERO1, _ZERO3 = "--sharding.strategy zero1", "--sharding.strategy zero3"
+_HSDP, _BFLOAT16 = "--sharding.strategy hsdp", "--sharding.reduce-dtype bfloat16"
 _PI0 = "pi0_bridge_traj"
 _OTHER_POLICIES = ("pusht_dp", "robot_dp_14", "act_aloha_sim", "smolvla_bridge")
 SETS = {
@@ -90,10 +91,7 @@ SETS = {
             *((_PI0, f"{_ZERO3} --model.remat {remat} --model.attention cudnn") for remat in ("attention", "full")),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --cameras {','.join(OPENPI_SLOTS)}"),
             (_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn --batch-size 32"),
-            *(
-                (_PI0, f"--sharding.strategy zero1 --model.remat dots --model.attention cudnn --batch-size {rows}")
-                for rows in (256, 32)
-            ),
+            *((_PI0, f"{_ZERO1} --model.remat dots --model.attention cudnn --batch-size {rows}") for rows in (256, 32)),
             *(
                 ("gsm8k_sft_llama32_1b", f"--sharding.strategy {strategy} --model.remat dots --model.attention cudnn")
                 for strategy in ("zero1", "zero3", "zero3 --batch-size 256")
@@ -111,20 +109,20 @@ SETS = {
         Case(name, f"{flags} {layers}", devices, hosts)
         for name, flags, devices, hosts in (
             *(
-                (f"{_PI0}_lora", f"--sharding.strategy {strategy} --model.remat dots --model.attention cudnn", 8, 1)
-                for strategy in ("zero1", "zero3")
+                (f"{_PI0}_lora", f"{strategy} --model.remat dots --model.attention cudnn --batch-size 256", 8, 1)
+                for strategy in (_ZERO1, _ZERO3)
             ),
             (f"{_PI0}_lora", "--model.remat full --batch-size 32", 1, 1),
             ("pi05_bridge", f"{_ZERO3} --model.remat dots --model.attention cudnn", 8, 1),
             *((name, f"{_ZERO3} --model.remat dots", 8, 1) for name in ("pi0_fast_bridge", "paligemma_flow")),
-            *(("smolvla_bridge", f"--sharding.strategy {strategy}", 8, 1) for strategy in ("zero1", "zero3")),
+            *(("smolvla_bridge", strategy, 8, 1) for strategy in (_ZERO1, _ZERO3)),
             *((name, "", 1, 1) for name in ("smolvla_bridge", "act_aloha_sim")),
             ("gsm8k_sft_llama32_1b", "--sharding.strategy zero2 --model.remat dots", 8, 1),
             ("gsm8k_sft_llama32_1b", "--model.remat dots --model.attention cudnn --batch-size 16", 1, 1),
             *((f"gsm8k_sft_{name}", f"{_ZERO1} --model.remat dots", 8, 1) for name in ("lora_llama32_1b", "gemma3_1b")),
             ("gsm8k_dpo_llama32_1b", f"{_ZERO1} --model.policy.remat dots", 8, 1),
             (_PI0, f"{_ZERO3} --model.remat full --grad-accum 4", 8, 1),
-            (_PI0, "--sharding.strategy hsdp --model.remat full", 16, 2),
+            (_PI0, f"{_HSDP} --model.remat full", 16, 2),
             (_PI0, f"{_ZERO3} --model.remat full --sharding.tensor-devices 2", 8, 1),
         )
         for layers in ("--unroll-layers False", "--unroll-layers True")
@@ -136,8 +134,8 @@ SETS = {
         *(
             Case(
                 _PI0,
-                f"--sharding.strategy zero1 --sharding.reduce-dtype bfloat16 --model.remat {remat} "
-                f"--model.attention cudnn --model.max-token-len {tokens} {more}",
+                f"{_ZERO1} {_BFLOAT16} --model.remat {remat} --model.attention cudnn "
+                f"--model.max-token-len {tokens} {more}",
             )
             for remat, more in (
                 ("products", ""),
@@ -149,16 +147,18 @@ SETS = {
             for tokens in (48, 24)
         ),
     ],
-    # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts.
+    # XLA's flags for communication: 4 rows a device on one host, 32 rows on one, 2 and 4 hosts. And what is sent in
+    # bfloat16, or by hsdp.
     "flags": [
-        Case(_PI0, f"{_ZERO3} --model.remat dots --model.attention cudnn {rows}", devices, hosts, xla)
-        for rows, devices, hosts in (
-            ("--batch-size 32", 8, 1),
-            ("--batch-size 256", 8, 1),
-            ("--batch-size 512", 16, 2),
-            ("--batch-size 1024", 32, 4),
+        Case(_PI0, f"{way} --model.remat dots --model.attention cudnn {rows}", devices, hosts, xla)
+        for rows, devices, hosts, ways in (
+            ("--batch-size 32", 8, 1, (_ZERO3, f"{_ZERO3} {_BFLOAT16}")),
+            ("--batch-size 256", 8, 1, (_ZERO3, f"{_ZERO3} {_BFLOAT16}")),
+            ("--batch-size 512", 16, 2, (_ZERO3, f"{_ZERO3} {_BFLOAT16}", _HSDP, f"{_HSDP} {_BFLOAT16}")),
+            ("--batch-size 1024", 32, 4, (_ZERO3,)),
         )
-        for xla in ("", *(f"--xla_gpu_{flag}" for flag in XLA_FLAGS))
+        for way in ways
+        for xla in (("", *(f"--xla_gpu_{flag}" for flag in XLA_FLAGS)) if way == _ZERO3 else ("",))
     ],
     # What samples action chunks, for one observation; not tokens, whose action tokenizer must be downloaded.
     "sampling": [
@@ -176,7 +176,7 @@ SETS = {
     ],
     # Every family of models and every way to train them.
     "families": [
-        Case(_PI0, "--sharding.strategy hsdp --model.remat full", devices=16, hosts=2),
+        Case(_PI0, f"{_HSDP} --model.remat full", devices=16, hosts=2),
         Case(_PI0, f"{_ZERO3} --model.remat full --sharding.tensor-devices 2"),
         Case(_PI0, f"{_ZERO3} --model.remat full --grad-accum 4"),
         Case(_PI0, f"{_ZERO3} --model.remat full --model.dtype float16"),

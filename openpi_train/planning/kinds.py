@@ -110,7 +110,7 @@ def kind_of(device_kind: str) -> DeviceKind:
 def find_kind(text: str, choices: Sequence[DeviceKind] = KINDS) -> DeviceKind:
     """The kind that `text` names, ignoring case, spaces and dashes; names that the driver reports also work.
 
-    Raises UsageError for any other, with the closest name and those of `choices`.
+    Raises UsageError for any other, with the closest name and the names of `choices`, which it does not limit.
     """
     by_plain = {_plain(kind.name): kind for kind in KINDS}
     kind = by_plain.get(_plain(text), kind_of(text))

@@ -56,8 +56,8 @@ class Compiler:
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """A time in a program: the bytes of its arrays, which outputs, by number, are made later, and which groups of
-    inputs, by number, are not read at that time: they, and what is computed from them alone, only before or only
-    afterwards."""
+    inputs, by number, are not needed then: they, and copies made from them alone, are read only before that time or,
+    where layers are unrolled, only after it. Loops have their copies of whole stacks from the beginning."""
 
     num_bytes: float
     later: frozenset[int] = frozenset()
@@ -99,7 +99,9 @@ def moments(
     for begin, end in itertools.pairwise(sorted({0, *made, *changes, len(alive)})):
         later = frozenset(number for number, when in enumerate(made) if when > begin)
         unread = frozenset(
-            number for number, (first, last) in enumerate(read) if last < max(begin, passing) or first >= end
+            number
+            for number, (first, last) in enumerate(read)
+            if last < max(begin, passing) or (program.unrolls and first >= end)
         )
         found.append(Moment(float(alive[begin:end].max()), later, unread))
     most: dict[frozenset[int], float] = {}

@@ -67,18 +67,24 @@ def _memory(found: GpuAccount, chosen: Forecast) -> str:
         f"state and batch {found.state_bytes / GIB:.2f} GiB{host} (forecast: state {memory.state / GIB:.2f}), the "
         f"program's own {found.own_bytes / GIB:.2f} (forecast: {memory.step / GIB:.2f}), together "
         f"{found.peak_bytes / GIB:.2f} (forecast: {(memory.state + memory.step) / GIB:.2f}) of {usable / GIB:.1f}: "
-        f"that {verdict}{_between_steps(memory)}"
+        f"that {verdict}{_between_steps(memory, usable)}"
     )
 
 
-def _between_steps(memory: Memory) -> str:
-    """What the forecast's total has instead of a step's bytes, where that is more."""
-    programs = {"to complete texts (--program reading, decoding)": memory.generation}
-    programs["to act (--program acting)"] = memory.acting
+def _between_steps(memory: Memory, usable: int) -> str:
+    """What the forecast's total has in place of a step's bytes, where that is more."""
+    programs = {
+        "to complete texts (--program reading, decoding)": memory.generation,
+        "to act (--program acting)": memory.acting,
+    }
     purpose, most = max(programs.items(), key=lambda item: item[1])
     if most <= memory.step:
         return ""
-    return f"\nThe run needs {memory.total / GIB:.2f} GiB between steps: {most / GIB:.2f} beside the state {purpose}"
+    verdict = "fits" if memory.total <= usable else "does not fit"
+    return (
+        f"\nBetween steps the run needs {memory.total / GIB:.2f} GiB by the forecast, {most / GIB:.2f} of them beside "
+        f"the state {purpose}: that {verdict}"
+    )
 
 
 def _bound(found: GpuAccount) -> str:

@@ -20,7 +20,7 @@ from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
-from openpi_train.planning.gpu.targets import has_target, target_of
+from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS, has_target, target_of
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, forecast_iteration
 from openpi_train.planning.kinds import KINDS, DeviceKind, find_kind, product_rate
 from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
@@ -67,7 +67,8 @@ def main(
     `compiler` is "auto", "cpu" or "gpu", or None: nothing is compiled. `words` name the experiment with its flags, for
     the process that compiles for GPUs. Raises UsageError for conflicting flags.
     """
-    machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency)
+    kinds = KINDS_OF_TARGETS if compiler == "gpu" or compile_all else KINDS
+    machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency, kinds)
     compiler = _compiler(compiler, compile_all, machine, experiment)
     ahead.imitate(num_devices, experiment.sharding.tensor_devices)
     report = make_report(experiment, machine)
@@ -98,10 +99,10 @@ def _compiler(asked: str | None, compile_all: bool, machine: Machine, experiment
     """The compiler to use. Raises UsageError if the one for GPUs is asked for and cannot be used."""
     problem = gpu_programs.why_not("step", experiment)
     if asked == "gpu" or compile_all:
-        plugin.require()
-        target_of(machine.kind)
         if problem:
             raise UsageError(problem)
+        target_of(machine.kind)
+        plugin.require()
         return "gpu"
     if asked == "auto":
         return "cpu" if problem or not plugin.is_installed() or not has_target(machine.kind) else "gpu"
@@ -117,7 +118,7 @@ def find_machine(
     efficiency: float = 0.5,
     kinds: Sequence[DeviceKind] = KINDS,
 ) -> Machine:
-    """The machine that the flags describe. Raises UsageError for invalid flags, which names `kinds` to choose from."""
+    """The machine that the flags describe. Raises UsageError for invalid flags; of an unknown kind it names `kinds`."""
     kind = find_kind(device_kind, kinds)
     if num_devices % num_hosts:
         raise UsageError(f"--hosts {num_hosts} does not divide --devices {num_devices}: all hosts have as many devices")

@@ -221,18 +221,23 @@ def test_fixed_layers_are_read_until_the_backward_pass_ends(unrolled, remat):
     assert all(not one.later for one in found if one.unread)  # the gradient in x has been made, or is being made
 
 
-def test_a_fixed_matrix_is_not_there_before_it_is_read_first_nor_is_its_copy():
-    def loss(x, first, second):
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_fixed_matrices_and_their_copies_are_there_from_the_first_read_on_where_layers_are_unrolled(unrolled):
+    def loss(x, first, second, third, scale):
         copy = second.astype(jnp.float32)
-        wide = jnp.tanh(x @ first)  # 64 numbers of a row, and 16 when the second is read
+        wide = jnp.tanh(x @ first)  # 64 numbers of a row; 16 when the second is read, 8 when the scale is
         narrow = jnp.tanh(jnp.sum(wide.reshape(-1, 8, 8) ** 2, -1))
-        return jnp.sum(jnp.tanh(narrow @ copy))
+        seen = jnp.tanh(narrow @ copy)
+        seen = jax.lax.scan(lambda x, one: (jnp.tanh(x @ one), None), seen, third, unroll=2 if unrolled else 1)[0]
+        return jnp.sum(jnp.tanh(jax.lax.sort(seen) * scale))
 
-    inputs = shape(ROWS, 8), shape(8, 64), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
-    found = moments(jax.make_jaxpr(loss)(*inputs).jaxpr, bytes_per_row, 0, [[1], [2]])
-    first, second = (max(one.num_bytes for one in found if number not in one.unread) for number in (0, 1))
-    assert (first, second) == (4 * 64, 4 * 16)
-    assert all(one.unread for one in found)  # never both
+    inputs = shape(ROWS, 8), shape(8, 64), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), shape(2, 8, 8), shape(8)
+    groups = [[1], [2], [4]]
+    found = moments(jax.make_jaxpr(loss)(*inputs).jaxpr, bytes_per_row, 0, groups)
+    most = [max(one.num_bytes for one in found if number not in one.unread) for number in range(len(groups))]
+    assert most == ([4 * 64, 4 * 16, 4 * 16] if unrolled else [4 * 64, 4 * (64 + 8), 4 * (64 + 8)])
+    # Never two of them; in a loop all until the first of them is over.
+    assert {len(groups) - len(one.unread) for one in found} == ({0, 1} if unrolled else {0, 1, 2, 3})
     never = jax.make_jaxpr(lambda x, matrix: jnp.sum(jnp.tanh(x)))(inputs[0], inputs[1]).jaxpr
     assert all(one.unread == frozenset({0}) for one in moments(never, bytes_per_row, 0, [[1]]))
 

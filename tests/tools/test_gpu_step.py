@@ -130,11 +130,15 @@ def test_contradicting_flags_are_refused(capsys, flags, said):
 
 @pytest.mark.parametrize("flags", [("--compiler", "gpu"), ("--compile-all",)])
 def test_a_plan_that_cannot_be_compiled_for_gpus_is_refused_before_it_is_made(monkeypatch, capsys, flags):
-    monkeypatch.setattr(plugin, "PLUGINS", ("jax",))  # as if it were installed
-    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.offload", "optimizer"]
-    assert cli.run([*words, *flags]) == USAGE
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))  # to install it would not help
+    words = ["plan", "debug", "--devices", "8", *flags]
+    assert cli.run([*words, "--device-kind", "h100", "--sharding.offload", "optimizer"]) == USAGE
     said = capsys.readouterr()
     assert "--sharding.offload optimizer cannot be compiled for GPUs" in said.err and not said.out
+    for kind, wanted in (("a40", "there is no description of a40"), ("a1000", "rtx6000-ada, rtx4090. For another")):
+        assert cli.run([*words, "--device-kind", kind]) == USAGE
+        said = capsys.readouterr()
+        assert wanted in said.err and not said.out
 
 
 def test_a_plan_with_offload_is_compiled_for_cpus_where_nothing_is_said(monkeypatch, capsys):
@@ -160,11 +164,12 @@ def test_an_unknown_kind_is_refused_by_the_verb_with_those_that_it_knows(monkeyp
 )
 def test_what_a_run_needs_between_steps_is_told_where_it_is_more(field, said):
     one = chosen()
-    between = one.memory.step + 10**9
-    more = dataclasses.replace(one, memory=dataclasses.replace(one.memory, **{field: between}))
-    found = f"The run needs {more.memory.total / GIB:.2f} GiB between steps: {between / GIB:.2f} beside the state"
-    assert f"{found} {said}" in gpu_text.lines(ACCOUNT, more)
-    assert "between steps" not in gpu_text.lines(ACCOUNT, one)
+    for between, verdict in ((one.memory.step + 10**9, "fits"), (100 * GIB, "does not fit")):
+        more = dataclasses.replace(one, memory=dataclasses.replace(one.memory, **{field: between}))
+        found = f"Between steps the run needs {more.memory.total / GIB:.2f} GiB by the forecast, {between / GIB:.2f} of"
+        (line,) = (text for text in gpu_text.lines(ACCOUNT, more).splitlines() if text.startswith(found))
+        assert said in line and line.endswith(f": that {verdict}")
+    assert "Between steps" not in gpu_text.lines(ACCOUNT, one)
 
 
 @pytest.mark.parametrize(
