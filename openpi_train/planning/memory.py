@@ -183,8 +183,11 @@ def predict(
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in at_once)
     if not unrolled and not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
         # A gathered stack less its last layer (`nn/layers.py: scan_to_last`) is a second copy: the first is read by the
-        # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more.
-        compute_copy += held("copy", gathered & cut_stacks & set(shapes.params), dtype)
+        # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more. On GPUs, with one
+        # micro-batch, so is every stack of matrices: gathered with the dim in front that is cut, and read with layers.
+        stacks = {path for path in of_layers if leaves[path].ndim > 2}
+        twice = cut_stacks | (stacks if on_gpus and num_micros == 1 else frozenset())
+        compute_copy += held("copy", gathered & twice & set(shapes.params), dtype)
     if on_gpus:
         # Until the kernel's gradient is made. What is gathered arrives in that order.
         kernels = convolution_kernel_paths(module) - narrowed - gathered - trained - set(unread)

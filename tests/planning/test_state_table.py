@@ -131,6 +131,21 @@ def test_unrolled_layers_are_not_copied_as_a_stack_and_have_two_layers_gradients
     assert unrolled.layer - found.layer == pytest.approx(gradients_of_a_layer / 2, rel=0.02)
 
 
+def test_a_stack_that_a_gpu_gathers_at_once_is_there_twice_with_one_micro_batch(layout):
+    """In the order of dims in which it is gathered, and in that in which layers are read."""
+    plan = Plan(mesh=planned_mesh(8, 8), strategy="zero2")
+    matrices = {path: leaf for path, leaf in layout.shapes.params.items() if "/layers/" in path and leaf.ndim > 2}
+    towers = sum(leaf.size for path, leaf in matrices.items() if path.startswith("image_encoder/"))
+    found = {
+        (n, on_gpus): predict(layout.under(plan), plan, 0, 0, num_micros=n, on_gpus=on_gpus).compute_copy
+        for n in (1, 2)
+        for on_gpus in (False, True)
+    }
+    # The transformer's stack is there twice anyway, and the kernel of the patches in another order (both differences).
+    one, two = (found[n, True] - found[n, False] for n in (1, 2))
+    assert one - two == pytest.approx(2 * towers, rel=0.02)
+
+
 def test_gradients_of_unrolled_layers_are_sharded_as_they_arise_under_zero1_too(layout):
     plan = Plan(mesh=planned_mesh(8, 8), strategy="zero1")
     grads = {
