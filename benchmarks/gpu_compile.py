@@ -160,7 +160,7 @@ SETS = {
         for way in ways
         for xla in (("", *(f"--xla_gpu_{flag}" for flag in XLA_FLAGS)) if way == _ZERO3 else ("",))
     ],
-    # What samples action chunks, for one observation; not tokens, whose action tokenizer must be downloaded.
+    # What samples action chunks, for one observation; not tokens, whose action tokenizer is a file that no set has.
     "sampling": [
         Case(name, "--program sampling --batch-size 1", devices=1)
         for name in (_PI0, "pi05_bridge", "paligemma_flow", *_OTHER_POLICIES)
