@@ -133,7 +133,7 @@ def _averages_forward(
     b, k, m, s = logits.shape
     by_head = logits.reshape(b, k, mask.shape[1], m // mask.shape[1], s)
     seen = jnp.where(mask[:, None, :, None], by_head, masked).reshape(logits.shape)
-    weights = jax.nn.softmax(seen, axis=-1).astype(value.dtype)
+    weights = jax.lax.optimization_barrier(jax.nn.softmax(seen, axis=-1).astype(value.dtype))
     averaged = keep(jnp.einsum("bkms,bskc->bkmc", weights, value))
     return averaged, (weights, value, averaged)
 

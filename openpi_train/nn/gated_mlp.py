@@ -33,8 +33,9 @@ class GatedMlp(nnx.Module):
         self.gate_up = weight((2, width, mlp_dim), gated)
         self.gate_up.weight.set_metadata(by_entry=True)
         self.down = weight((mlp_dim, width), nnx.initializers.lecun_normal())
-        for one in (self.gate_up, self.down):
-            one.weight.set_metadata(wide=True)  # `layers.py`: their gradients are of a layer's widest activations
+        # `layers.py`: their gradients are of a layer's widest activations
+        for _, param in nnx.to_flat_state(nnx.state((self.gate_up, self.down), nnx.Param)):
+            param.set_metadata(wide=True)
         self.activation: Activation = activation
 
     @jax.named_scope("mlp")

@@ -277,14 +277,19 @@ class Gemma(nnx.Module):
     def _run(self, tokens, positions, mask, conditions, cache, *, wanted, caching) -> tuple[Tokens, Any]:
         angles = rotary_angles(positions, self.head_dim)
 
-        def body(layer: GemmaLayer, tokens: Tokens, cache: Cache | None, wanted: Collection[str] | None = None):
+        def body(layer: GemmaLayer, passed: tuple[Tokens, Any], cache: Cache | None, wanted=None):
+            tokens, conditions = passed
             tokens, keys_and_values = layer(tokens, angles, mask, conditions, cache, wanted)
-            return tokens, keys_and_values if caching else None
+            return (tokens, conditions), keys_and_values if caching else None
 
-        tokens = {name: x.astype(self.dtype) for name, x in tokens.items()}
+        # The conditions are passed on, too: else XLA would put the products for their gradients off to the end, and
+        # keep every layer's gathered weights until then.
+        passed = {name: x.astype(self.dtype) for name, x in tokens.items()}, conditions
         if wanted is None or set(tokens) <= set(wanted):
-            return scan_layers(self.layers, body, tokens, cache, remat=self.remat)
+            (tokens, _), own = scan_layers(self.layers, body, passed, cache, remat=self.remat)
+            return tokens, own
         caches = jax.tree.map(lambda x: x[:-1], cache), jax.tree.map(lambda x: x[-1], cache)
-        tokens, _, last = scan_to_last(self.layers, body, tokens, caches[0], remat=self.remat, dtype=self.dtype)
+        passed, _, last = scan_to_last(self.layers, body, passed, caches[0], remat=self.remat, dtype=self.dtype)
         # The backward pass begins with this layer and uses its activations at once, so recomputing them saves nothing.
-        return body(last, tokens, caches[1], wanted)
+        (tokens, _), own = body(last, passed, caches[1], wanted)
+        return tokens, own

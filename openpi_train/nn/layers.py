@@ -100,14 +100,15 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     gradients over the devices at the end of the step (jaxlib 0.10.2).
 
     Layers read shards and vectors from the stack: of what the backward pass keeps XLA would make copies, of shards in
-    float32 and in the order in which they are gathered.
+    float32 and in the order in which they are gathered. They read fixed matrices when they run: XLA copies what is read
+    of a stack, and would else do so for all layers at the beginning.
 
     Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
     the batch last in those of a SigLIP and transposes between its products.
     """
 
     def read(index: Any, carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
-        return step(carry, _read_from(layers, index, layer), extra)
+        return step(carry, _read_from(layers, index, layer, carry), extra)
 
     # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
     run = recomputed(read, remat, fetches, unrolled=True)
@@ -159,12 +160,14 @@ def _held_backward(_: None, gradients: Any) -> Any:
 _held.defvjp(lambda inputs: (inputs, None), _held_backward)
 
 
-def _read_from(stack: Any, index: Any, layer: Any) -> Any:
-    """The parameters of the layer with this index; shards that are gathered again in the backward pass, and vectors,
-    are read from the stack, with gradients to the layer's own."""
+def _read_from(stack: Any, index: Any, layer: Any, carry: Any) -> Any:
+    """The parameters of the layer with this index, which gets `carry`; shards that are gathered again in the backward
+    pass, vectors, and what is fixed are read from the stack, with gradients to the layer's own."""
 
     def read(one: Any, of_all: Any) -> Any:
         value = one.get_value() if _is_variable(one) else None
+        if isinstance(value, jax.Array) and value.ndim > 1 and _is_fixed(one):
+            return one.replace(_entry_for(carry, of_all.get_value(), index))
         if isinstance(value, jax.Array) and value.ndim == 1:
             read_entry = _entry if _is_fixed(one) else _read_entry  # which would compute a gradient
             return one.replace(read_entry(of_all.get_value(), index, value))
@@ -173,6 +176,13 @@ def _read_from(stack: Any, index: Any, layer: Any) -> Any:
         return one.replace(dataclasses.replace(value, part=_read_entry(of_all.get_value().part, index, value.part)))
 
     return jax.tree.map(read, layer, stack, is_leaf=_is_variable)
+
+
+def _entry_for(carry: Any, stack: Array, index: Array) -> Array:
+    """The entry of a stack with this index, read when `carry` is there."""
+    there = jax.tree.map(jax.lax.stop_gradient, carry)
+    index, _ = jax.lax.optimization_barrier((index, there))
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
 def _entry(stack: Array, index: Array, entry: Array) -> Array:
@@ -350,29 +360,34 @@ def scan_to_last(
     def cast(x: Any) -> Any:
         return x if is_shard(x) or x.ndim < 3 else x.astype(dtype)
 
-    read = parts(is_read)
+    read, unrolled = parts(is_read), _is_unrolled(params)
     cut = jax.tree.map(cast, parts(lambda leaf: not is_read(leaf)), is_leaf=is_shard)
 
-    def layer(index: Any, others: Any) -> Any:
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), read)
-        return jax.tree.map(lambda a, b: b if a is None else a, mine, others, is_leaf=_is_variable_or_none)
+    def entry(variable: nnx.Variable, index: Any, carry: Any) -> nnx.Variable:
+        value = variable.get_value()
+        if unrolled and not is_shard(value) and value.ndim > 2:
+            return variable.replace(_entry_for(carry, value, index))
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), variable)
 
-    def whole_layer(index_and_others: Any) -> M:
-        return nnx.merge(graph, _gathered(layer(*index_and_others)))
+    def whole_layer(index_and_others: Any, carry: Any) -> M:
+        index, others = index_and_others
+        mine = jax.tree.map(lambda one: entry(one, index, carry), read, is_leaf=_is_variable)
+        layer = jax.tree.map(lambda a, b: b if a is None else a, mine, others, is_leaf=_is_variable_or_none)
+        return nnx.merge(graph, _gathered(layer))
 
     def step(carry: Any, index_and_others: Any, extra: Any) -> tuple[Any, Any]:
-        return body(whole_layer(index_and_others), carry, extra)
+        return body(whole_layer(index_and_others, carry), carry, extra)
 
     depth = len(jax.tree.leaves(params)[0])
     fetches = bool(jax.tree.leaves(read)) or _has_shards(params)
-    if _is_unrolled(params):
+    if unrolled:
         carry, outputs, last = _unrolled(step, carry, (jnp.arange(depth), cut), per_layer, remat, fetches)
         last = _with_copies(last)
     else:
         before = jnp.arange(depth - 1), jax.tree.map(lambda x: x[:-1], cut)
         carry, outputs = _loop(step, carry, before, per_layer, remat, fetches)
         last = depth - 1, jax.tree.map(lambda x: x[-1], cut)
-    return carry, outputs, whole_layer(last)
+    return carry, outputs, whole_layer(last, carry)
 
 
 def _is_variable(leaf: Any) -> bool:

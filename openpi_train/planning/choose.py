@@ -16,7 +16,7 @@ from openpi_train.nn.shard import Gathering
 from openpi_train.planning.forecast import HIDDEN, HIDDEN_KEPT, HIDDEN_UNROLLED, LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
-from openpi_train.planning.memory import Memory, predict
+from openpi_train.planning.memory import Memory, predict, slice_bytes
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, tensor_bytes
 from openpi_train.sharding.mesh import FSDP, TENSOR, planned_mesh
@@ -111,6 +111,10 @@ def layout_cost(
         return step_memory(1).compute_copy - step_memory(1, unread=unread).compute_copy
 
     @functools.cache
+    def slices(unread: frozenset[str]) -> int:
+        return slice_bytes(cut, plan, dtype, unread) if experiment.unroll_layers is True else 0
+
+    @functools.cache
     def memory(num_micros: int) -> Memory:
         step = step_memory(num_micros)
         more = (
@@ -146,6 +150,7 @@ def layout_cost(
         hidden=HIDDEN if not experiment.unroll_layers else HIDDEN_UNROLLED if plan.cuts("copy") else HIDDEN_KEPT,
         later=missing,
         unread=without_copies,
+        slices=slices,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

@@ -62,7 +62,8 @@ class LayoutCost:
     the share `hidden`.
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet,
-    `unread` how many less when these have no copies: they are not read yet, or not any more.
+    `unread` how many less when these have no copies: they are not read yet, or not any more; `slices` how many more
+    where nothing is recomputed: copies that layers read and keep, of all but these.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -77,6 +78,7 @@ class LayoutCost:
     hidden: float = HIDDEN
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     unread: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
+    slices: Callable[[frozenset[str]], int] = lambda paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
 
@@ -232,6 +234,10 @@ def forecast(
             return memory
         return dataclasses.replace(memory, batch=int(policy.batch_bytes_per_row * rows))
 
+    def fewer_copies(num_micros: int, moment: ActivationMoment) -> int:
+        kept = layout.slices(moment.unread) if policy.remat == "none" else 0
+        return layout.unread(num_micros, moment.unread) - kept
+
     def most_rows(num_micros: int) -> int:
         memory = of_step(num_micros)
         free = machine.usable_bytes - memory.state - memory.grads
@@ -239,7 +245,7 @@ def forecast(
             return 0
         free -= memory.working
         fitting = (
-            (free + layout.later(num_micros, one.later) + layout.unread(num_micros, one.unread)) / one.bytes_per_row
+            (free + layout.later(num_micros, one.later) + fewer_copies(num_micros, one)) / one.bytes_per_row
             for one in moments
         )
         return max(math.floor(min(fitting)), 0)
@@ -252,7 +258,7 @@ def forecast(
         memory = dataclasses.replace(
             memory,
             activations=int(moment.bytes_per_row * (rows // num_micros)),
-            compute_copy=memory.compute_copy - layout.unread(num_micros, moment.unread),
+            compute_copy=memory.compute_copy - fewer_copies(num_micros, moment),
         )
         if memory.micro_grads:
             return dataclasses.replace(memory, micro_grads=memory.micro_grads - later)
@@ -261,6 +267,8 @@ def forecast(
     fitting = (n for n in accumulations if rows // n <= most_rows(n))
     grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)
     at_a_time = rows // grad_accum
+    # What the backward pass, with which memory is fullest, copies again of what its layers read.
+    copied_again = 0 if policy.remat == "none" else grad_accum * layout.slices(moments[0].unread)
     return Forecast(
         layout=layout,
         policy=policy,
@@ -272,7 +280,7 @@ def forecast(
         memory=memory(grad_accum),
         flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
         beside=layout.beside(grad_accum),
-        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum))
+        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum) + copied_again)
         + policy.rewritten_bytes_per_row * rows,
     )
 

@@ -2,9 +2,9 @@
 
 This models a compiler's fusion without running one. An array is stored if its operation is not elementwise, if a
 product, convolution or loop reads it, or if storing it takes less memory than storing its inputs. All others are
-computed where they are read, fused into the reader. Compilers differ in norms: XLA for GPUs computes what follows from
-a convolution, and from sums of its output, in the kernel that reads it, be it the gradient of a maximum over windows;
-XLA for CPUs stores each step.
+computed where they are read, fused into the reader. Compilers differ in norms: XLA for GPUs computes arithmetic between
+an array and its sums in the kernel that reads it, and what follows from a convolution even in the gradient of a maximum
+over windows; XLA for CPUs stores each step.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ _SLACK = 0.02
 class Compiler:
     """What is known of a compiler. The default is XLA for CPUs.
 
-    `fuses_norms`: it computes the norm of a convolution's output where it is read, as XLA for GPUs does. `puts_off`: it
-    makes the gradients of convolutions' kernels last, as that does where they are sent to other devices.
+    `fuses_norms`: it computes norms where they are read, as XLA for GPUs does. `puts_off`: it makes the gradients of
+    convolutions' kernels last, as that does where they are sent to other devices.
     """
 
     fuses_norms: bool = False
@@ -172,7 +172,7 @@ class _Program:
                 self._unroll(equation, known)
             elif name in _VIEWS:
                 known |= zip(equation.outvars, [self._array(known, var) for var in equation.invars], strict=False)
-            elif _is_fused(equation) or self._is_norm(equation, inputs):
+            elif _is_fused(equation) or (self.compiler.fuses_norms and _is_by_element(equation, spread=True)):
                 self._make(known, equation.outvars, tuple(inputs), any(array.of_convolution for array in inputs))
                 self._end(False)
             else:
@@ -295,12 +295,6 @@ class _Program:
             return False
         return _kept_for(array.sources, array.last_read) > (1 + _SLACK) * array.size
 
-    def _is_norm(self, equation: Any, inputs: Sequence[_Array]) -> bool:
-        """Whether this is arithmetic between a convolution's output and its sums, which the compiler fuses."""
-        if not self.compiler.fuses_norms or not any(array.of_convolution for array in inputs):
-            return False
-        return _is_by_element(equation, spread=True)
-
     def _array(self, known: Mapping[Any, _Array], var: Any) -> _Array:
         return _Array(0.0, 0, ()) if isinstance(var, Literal) else known[var]
 
@@ -355,8 +349,7 @@ def _kept_for(sources: Sequence[_Array], until: int) -> float:
 def _is_fused(equation: Any) -> bool:
     """Whether an operation can be fused into the reader of its output: elementwise arithmetic, and some moves.
 
-    Arithmetic between an array and its sums or means (norms) is excluded: XLA fuses it on GPUs but not on CPUs, and
-    assuming that it is stored is conservative.
+    Arithmetic between an array and its sums or means (norms) is excluded: XLA fuses it on GPUs but not on CPUs.
     """
     return equation.primitive.name in _MOVES or _is_by_element(equation)
 

@@ -218,6 +218,20 @@ def predict(
     )
 
 
+def slice_bytes(layout: Any, plan: Any, dtype: Any, unread: Collection[str] = ()) -> int:
+    """Bytes of the fixed matrices of layers, but `unread` ones, that are neither gathered nor cast to `dtype`: XLA
+    copies those of each layer out of the stack. A stack that is cut is read where it is needed, and never kept."""
+    frozen = layout.shapes.frozen
+    module = merge_module(layout.graphdef, {**frozen, **layout.shapes.params})
+    ways, cut_stacks, total = gatherings(module), cut_stack_paths(module), 0
+    for path, leaf in frozen.items():
+        spec = plan.spec("state", leaf, path)
+        is_read = ways.get(path) is Gathering.BY_LAYER and path not in cut_stacks and path not in unread
+        if is_read and leaf.ndim > 2 and leaf.dtype == dtype and FSDP not in spec:
+            total += _bytes(leaf.shape, dtype, plan, spec)
+    return total
+
+
 def _layer_bytes(
     plan: Any,
     leaves: Mapping[str, Any],

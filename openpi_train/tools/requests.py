@@ -119,6 +119,8 @@ class CompileRequest(AheadRequest):
     --device-kind h100 --model.remat dots
     """
 
+    # b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada or rtx4090.
+    device_kind: str
     # Camera slots that the rows fill; none: those of the data.
     cameras: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B")] = ()
     # The program: the training step; sampling: of action chunks, for --batch-size observations; acting: a query of

@@ -5,10 +5,9 @@ Read next: `settle.py`, which calls it before and after it opens the data.
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -223,11 +222,16 @@ def forecasts(
     costs = layout_costs(experiment, layout, machine, practice)
     of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
     activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
-    gathers = machine.num_devices > 1
-    policies = policy_costs(experiment, layout, batch_spec, activation_bytes, gathers=gathers)
+    trace = functools.partial(policy_costs, experiment, layout, batch_spec, activation_bytes)
+    gather = any(cost.fsdp_devices > 1 for cost in costs)
+    policies = {gather: trace(gathers=gather)}
+    if gather and not all(cost.fsdp_devices > 1 for cost in costs):
+        others = [one for one in policies[True] if one.remat != "none"]
+        policies[False] = [*trace(gathers=False, names=("none",)), *others]
     return [
         forecast(machine, cost, policy, experiment.batch_size, accumulations)
-        for cost, policy in itertools.product(costs, policies)
+        for cost in costs
+        for policy in policies[cost.fsdp_devices > 1]
     ]
 
 
@@ -261,13 +265,17 @@ def policy_costs(
     activation_bytes: ActivationBytes = live_activation_bytes,
     *,
     gathers: bool = False,
+    names: Container[str | None] | None = None,
 ) -> list[RematCost]:
-    """The cost of a row under each allowed rematerialisation policy, least recomputation first.
+    """The cost of a row under each allowed rematerialisation policy, or of those of these `names`, least recomputation
+    first.
 
     `gathers`: on devices that gather layers, which store less with `none` if they are unrolled.
     """
     open_policies = {
-        name: dataclasses.replace(experiment, model=model) for name, model in experiment.model.remat_choices().items()
+        name: dataclasses.replace(experiment, model=model)
+        for name, model in experiment.model.remat_choices().items()
+        if names is None or name in names
     }
     return [
         cost(name, traced_gradient(one, state, batch_spec, gathers=gathers), activation_bytes)

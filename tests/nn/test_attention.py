@@ -115,6 +115,25 @@ def test_nothing_as_large_as_the_weights_is_transposed_or_stored_for_all_layers(
     assert not moved and not outside
 
 
+def test_the_backward_pass_reads_the_rounded_weights_and_not_what_they_were_computed_from():
+    """XLA for GPUs would compute them again from products in float32, which it would keep, too."""
+    b, t, n, k, c = 2, 8, 4, 2, 16
+    mask = jnp.ones((b, t, t), bool)
+
+    def loss(query, key, value):
+        return jnp.sum(attend(query, key, value, mask, "xla").astype(jnp.float32))
+
+    inputs = [jnp.ones((b, t, heads, c), jnp.bfloat16) for heads in (n, k, k)]
+    program = list(equations(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*inputs).jaxpr))
+    size = (b, k, t * n // k, t)
+    [barrier] = (one for one in program if one.primitive.name == "optimization_barrier" and len(one.invars) == 1)
+    [rounded], [weights] = barrier.invars, barrier.outvars
+    assert (weights.aval.shape, weights.aval.dtype) == (size, jnp.bfloat16)
+    readers = [[one.primitive.name for one in program if var in one.invars] for var in (rounded, weights)]
+    # Of the weights the averages, the gradient of the values, and in float32 that of the products.
+    assert readers == [["optimization_barrier"], ["dot_general", "convert_element_type", "dot_general"]]
+
+
 def equations(jaxpr):
     """All equations of a jaxpr, those of calls in it in place of the calls."""
     for equation in jaxpr.eqns:

@@ -4,8 +4,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
-from openpi_train.nn.lora import LoraConfig, merge_lora
+from openpi_train.nn.gated_mlp import GatedMlp
+from openpi_train.nn.lora import LoraConfig, LoraWeight, merge_lora
+
+
+def test_the_gradients_of_a_gated_layers_factors_are_waited_for_as_those_of_its_weights():
+    """They, too, read the widest activations of a layer."""
+    layer = GatedMlp(4, 8, lambda shape, make: LoraWeight(shape, make, 2, rngs=nnx.Rngs(0)))
+    marked = {path: param.get_metadata("wide", False) for path, param in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    assert marked == {(one, part): True for one in ("gate_up", "down") for part in ("weight", "lora_a", "lora_b")}
 
 
 def test_the_scale_is_alpha_by_the_rank_or_by_its_root():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from openpi_train.nn.gemma import Gemma
+from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.layers import scan_layers, scan_to_last, stack_layers
 from openpi_train.nn.norms import LayerNorm, RMSNorm, residual
 from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
@@ -123,6 +125,14 @@ def test_one_layer_can_be_unrolled(remat):
     jax.tree.map(assert_rounded_otherwise, looped, unrolled)
 
 
+def everything(jaxpr):
+    """All equations of a program, those inside of others, too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in bodies(equation):
+            yield from everything(inner)
+
+
 def backward_bodies(jaxpr):
     """What the loops of the backward pass repeat."""
     for equation in jaxpr.eqns:
@@ -184,6 +194,46 @@ def test_with_full_the_gradient_of_an_unrolled_layers_input_waits_for_the_layers
     assert set(barrier.outvars) <= set(recomputed.outvars)
     made = {var: one for one in recomputed.eqns for var in one.outvars}
     assert all(var in made for var in barrier.invars), "it waits for what other layers gave"
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_fixed_matrices_of_unrolled_layers_are_read_when_their_layer_runs(stacked, remat, is_cut):
+    """XLA for GPUs copies what is read of a stack, and would do so for all layers at the beginning."""
+    graph, params = nnx.split(stacked)
+
+    def loss(params, x):
+        module = nnx.merge(graph, params)
+        mark_fixed(module, ("dense/kernel",))
+        mark_unrolled(module)
+        run = functools.partial(scan_to_last, dtype=jnp.float32) if is_cut else scan_layers
+        return run(module, lambda layer, x, _: (layer(x), None), x, remat=remat)[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr
+    forward = next(one for one in everything(program) if one.primitive.name == "scan" and not one.params["reverse"])
+    inside = list(everything(bodies(forward)[0]))
+    [barrier] = (one for one in inside if one.primitive.name == "optimization_barrier")
+    assert [var.aval.shape for var in barrier.invars] == [(), (2, 4)]  # an index, and the layer's input
+    assert [one.outvars[0].aval.shape for one in inside if one.primitive.name == "dynamic_slice"].count((1, 4, 4)) == 1
+
+
+def test_the_gradient_of_a_condition_waits_with_those_of_each_layer():
+    """Put off to the end, its products would keep what every layer gathers for them."""
+    config = GemmaConfig(width=16, depth=3, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
+    gemma = Gemma({"action": config}, 0, {"action": 6}, dtype=jnp.float32, remat="full", rngs=nnx.Rngs(0))
+    mark_unrolled(gemma)
+    graph, params = nnx.split(gemma)
+
+    def loss(condition):
+        inputs = {"action": jnp.ones((2, 4, 16))}, jnp.zeros((2, 4), int), jnp.ones((2, 4, 4), bool)
+        return jnp.sum(nnx.merge(graph, params)(*inputs, {"action": condition})["action"])
+
+    (body_of_layer,) = backward_bodies(jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 1, 6))).jaxpr)
+    (barrier,) = (one for one in body_of_layer.eqns if one.primitive.name == "optimization_barrier")
+    of_condition = [
+        [var.aval.shape for var in some].count((2, 1, 6)) for some in (barrier.invars, body_of_layer.outvars)
+    ]
+    assert of_condition == [1, 1], "its gradient is added up apart"
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])

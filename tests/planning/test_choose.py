@@ -16,7 +16,7 @@ from openpi_train.planning.memory import GIB, predict
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula_bytes
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig
-from openpi_train.training.prepare import as_chosen, choose, policy_costs, whole_layout
+from openpi_train.training.prepare import as_chosen, choose, forecasts, policy_costs, whole_layout
 
 pytestmark = pytest.mark.slow
 
@@ -183,6 +183,22 @@ def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_
         assert remat == name and f"replicated, remat {name}, grad_accum 1" in text
         assert "else there was: replicated, remat" in text
     assert "none, products, dots would recompute less and do not fit" in caplog.text
+
+
+def test_layers_that_devices_have_whole_store_with_none_what_gathered_ones_do_not():
+    one = dataclasses.replace(debug, model=AUTO, unroll_layers=True)
+    machine = Machine(kind=UNKNOWN, num_devices=2, num_hosts=1, available_bytes=GIB)
+    layout = whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    whole, gathered = (
+        {one.remat: one for one in policy_costs(settled(one, machine), layout, gathers=n)} for n in (False, True)
+    )
+    found = forecasts(one, layout, machine, [1])
+    assert {forecast.layout.strategy for forecast in found} > {"replicated"}
+    for forecast in found:
+        is_whole = forecast.layout.fsdp_devices == 1
+        expected = (whole if is_whole else gathered)[forecast.policy.remat]
+        assert forecast.policy.activation_bytes_per_row == expected.activation_bytes_per_row
+    assert whole["none"].activation_bytes_per_row > gathered["none"].activation_bytes_per_row
 
 
 def test_where_nothing_fits_it_is_what_needs_least(caplog):

@@ -82,6 +82,31 @@ def test_copies_of_fixed_parameters_are_there_until_they_are_read_for_the_last_t
     assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 10 + 6) // 4, (81 - 20 - 10) // 3)
 
 
+@pytest.mark.parametrize(("remat", "copies"), [("none", 5 - 2 + 3), ("dots", 5 - 2)])
+def test_who_recomputes_nothing_keeps_copies_of_what_layers_read(remat, copies):
+    read = frozenset({"tower"})
+    held = dataclasses.replace(
+        layout("replicated", 20, 0),
+        memory=lambda micros: dataclasses.replace(layout("replicated", 20, 0).memory(1), compute_copy=5 * GIB),
+        unread=lambda micros, paths: 2 * GIB * (paths == read),
+        slices=lambda paths: 3 * GIB * (paths == read),
+    )
+    policy = dataclasses.replace(NONE, remat=remat, moments=[ActivationMoment(bytes_per_row=4 * GIB, unread=read)])
+    found = forecast(MACHINE, held, policy, 4, [1])
+    assert found.memory.compute_copy == copies * GIB
+    assert found.most_rows == (81 - 20 - copies) // 4
+
+
+def test_who_recomputes_copies_again_what_layers_read():
+    held = dataclasses.replace(layout("replicated", 20, 0), slices=lambda paths: 3 * GIB)
+    kept, again, twice = (
+        forecast(MACHINE, held, dataclasses.replace(NONE, remat=remat), 32, [accumulation]).moved_bytes
+        for remat, accumulation in (("none", 1), ("dots", 1), ("dots", 2))
+    )
+    assert again - kept == 2 * 3 * GIB
+    assert twice - kept == 2 * 2 * 3 * GIB + (forecast(MACHINE, held, NONE, 32, [2]).moved_bytes - kept)
+
+
 def test_rows_are_there_beside_what_is_computed_from_them_all_micro_batches_of_them():
     of_rows = dataclasses.replace(NONE, batch_bytes_per_row=GIB)
     one = forecast(MACHINE, layout("replicated", 20, 0), of_rows, 32, [2])

@@ -278,6 +278,18 @@ def test_compilers_for_gpus_compute_the_norm_of_a_convolution_where_it_is_read()
     assert 4 <= stored < 4.02 and 3 <= fused < 3.02
 
 
+def test_compilers_for_gpus_compute_any_norm_where_it_is_read():
+    def network(x, weight):
+        kept = jnp.sort(x)
+        normed = kept * jax.lax.rsqrt(jnp.mean(jnp.square(kept), axis=-1, keepdims=True))
+        return (jnp.tanh(kept @ weight) * normed + kept) @ weight
+
+    inputs = shape(ROWS, 64), shape(64, 64)
+    stored, fused = (floats_per_row(network, *inputs, compiler=Compiler(fuses_norms=one)) / 64 for one in (False, True))
+    # What is sorted, both products' first input and the first one's output, and the norm, or the mean that makes it.
+    assert (stored, fused) == (4, 3 + 1 / 64)
+
+
 def test_the_gradient_of_a_maximum_reads_what_follows_from_a_convolution_where_it_is_made():
     def loss(kernel, x):
         found = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))

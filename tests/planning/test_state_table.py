@@ -9,9 +9,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from openpi_train_configs.paligemma_policies import paligemma_flow_lora
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
-from openpi_train.planning.memory import GIB, predict
+from openpi_train.planning.memory import GIB, predict, slice_bytes
 from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh
 from openpi_train.sharding.strategy import CUT, Plan
 from openpi_train.training.prepare import whole_layout
@@ -168,6 +169,21 @@ def test_frozen_parameters_that_are_cut_are_gathered_too():
         copies[strategy] = predict(layout.under(plan), plan, 0, 0).compute_copy
     # All but the token table, which replicated devices have in bfloat16 as it is.
     assert copies["zero1"] - copies["replicated"] == pytest.approx(2 * (frozen - TOKEN_TABLE), rel=0.02)
+
+
+def test_slices_are_of_fixed_matrices_of_layers_that_are_whole_and_have_the_type_of_products():
+    """With adapters, but with one transformer: its stack is not cut. pi0's is, and read where it is needed."""
+    layout = whole_layout(paligemma_flow_lora, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    plans = [Plan(mesh=planned_mesh(n, 8), strategy=name) for n, name in ((1, "replicated"), (8, "zero1"))]
+    tower = 27 * (4 * 1152 * 1152 + 2 * 1152 * 4304 + 3 * 1152)  # with the biases of its heads
+    everything = 2 * (tower + 18 * 2048 * (2 * 8 * 256 + 2 * 256 + 3 * 16_384))
+    assert slice_bytes(layout, plans[0], jnp.bfloat16) == everything
+    assert slice_bytes(layout, plans[1], jnp.bfloat16) == 2 * 27 * 3 * 1152  # all but small ones are gathered
+    assert slice_bytes(layout, plans[0], jnp.float32) == 0  # cast
+    down = next(path for path in layout.shapes.frozen if path.endswith("mlp/down/weight"))
+    assert slice_bytes(layout, plans[0], jnp.bfloat16, {down}) == everything - 2 * 18 * 2048 * 16_384
+    cut = whole_layout(pi0_bridge_traj_lora, plans[0])
+    assert slice_bytes(cut, plans[0], jnp.bfloat16) == 0
 
 
 @pytest.mark.parametrize("strategy", CUT)
