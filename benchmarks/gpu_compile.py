@@ -196,6 +196,16 @@ SETS = {
                 "paligemma_flow_frozen_tower",
             )
         ),
+        # Adapters of whole weights, with what is recommended for 8 H100, and with the policy that stores least.
+        *(
+            Case(name, f"--sharding.strategy replicated --model.remat {remat}")
+            for name, remats in (
+                ("pi0_bridge_traj_lora", ("none", "products", "full")),
+                ("paligemma_flow_lora", ("none", "products")),
+                ("gsm8k_sft_lora_llama32_1b", ("none", "dots")),
+            )
+            for remat in remats
+        ),
         Case("paligemma_flow_head", "--model.remat full", devices=1),
         Case("pusht_dp"),
         Case("robot_dp_14"),
