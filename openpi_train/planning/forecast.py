@@ -63,7 +63,7 @@ class LayoutCost:
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet,
     `unread` how many less when these have no copies: they are not read yet, or not any more; `slices` how many more
-    where nothing is recomputed: copies that layers read and keep, of all but these.
+    where nothing is recomputed: copies that layers read and keep, of all but these. Else they are copied again.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
