@@ -196,7 +196,7 @@ SETS = {
                 "paligemma_flow_frozen_tower",
             )
         ),
-        # Adapters of whole weights, with what is recommended for 8 H100, and with the policy that stores least.
+        # Adapters of whole weights: what is recommended for 8 H100, and policies that store less.
         *(
             Case(name, f"--sharding.strategy replicated --model.remat {remat}")
             for name, remats in (

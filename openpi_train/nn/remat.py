@@ -57,9 +57,10 @@ _WITHOUT_ARITHMETIC = frozenset(
 def recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, unrolled: bool) -> Callable[..., Any]:
     """The step of a scan over layers, with what `remat` recomputes in the backward pass.
 
-    Weights that the step fetches itself, gathered or read from a stack, are fetched again and never kept: it then
-    stores what checkpoint is told to. XLA for GPUs would compute elementwise arithmetic again where it reads it, rather
-    than store it; so of `unrolled` layers `none` stores no more than products.
+    Where the step `fetches` weights itself, gathered or read from a stack, they are fetched again and never kept: it
+    then stores what checkpoint is told to. XLA for GPUs would compute elementwise arithmetic again where it reads it,
+    rather than store it; so of `unrolled` layers `none` then stores no more than products. Else `none` stores all, in
+    unrolled layers copies of fixed weights, too.
     """
     if remat == "none" and not fetches:
         return step

@@ -267,8 +267,9 @@ def forecast(
     fitting = (n for n in accumulations if rows // n <= most_rows(n))
     grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)
     at_a_time = rows // grad_accum
-    # What the backward pass, with which memory is fullest, copies again of what its layers read.
-    copied_again = 0 if policy.remat == "none" else grad_accum * layout.slices(moments[0].unread)
+    # What layers read again in the backward pass is copied again; what is unread at every moment is never read there.
+    unread = frozenset.intersection(*(one.unread for one in moments))
+    copied_again = 0 if policy.remat == "none" else grad_accum * layout.slices(unread)
     return Forecast(
         layout=layout,
         policy=policy,

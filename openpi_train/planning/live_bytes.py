@@ -28,13 +28,12 @@ _VIEWS = frozenset(
 )
 # Operations that can be fused into their reader, besides elementwise arithmetic.
 _MOVES = frozenset("broadcast_in_dim concatenate dynamic_slice gather iota pad rev slice split".split())
-# Operations that look elementwise but read other elements.
-_BY_ITSELF = frozenset(
-    "all_to_all cumlogsumexp cummax cummin cumprod cumsum fft ppermute psum psum_invariant random_bits sort".split()
-)
 _CONVOLUTION = "conv_general_dilated"
 # Operations that reuse the memory of their first input for the output.
 _IN_PLACE = frozenset("dynamic_update_slice psum psum_invariant scatter scatter-add".split())
+# Operations that can look elementwise, by their shapes, but read other elements.
+_BY_ITSELF = frozenset("all_to_all cumlogsumexp cummax cummin cumprod cumsum dot_general fft ppermute".split())
+_BY_ITSELF |= _IN_PLACE | {_CONVOLUTION, "random_bits", "sort"}
 
 
 # What sums of an array, such as its means, may take beside it and count for nothing, as a share of it.

@@ -220,7 +220,8 @@ def predict(
 
 def slice_bytes(layout: Any, plan: Any, dtype: Any, unread: Collection[str] = ()) -> int:
     """Bytes of the fixed matrices of layers, but `unread` ones, that are neither gathered nor cast to `dtype`: XLA
-    copies those of each layer out of the stack. A stack that is cut is read where it is needed, and never kept."""
+    copies those of each layer out of the stack. Those of a stack that is cut are copied again under every policy, which
+    is not counted."""
     frozen = layout.shapes.frozen
     module = merge_module(layout.graphdef, {**frozen, **layout.shapes.params})
     ways, cut_stacks, total = gatherings(module), cut_stack_paths(module), 0

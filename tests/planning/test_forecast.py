@@ -107,6 +107,20 @@ def test_who_recomputes_copies_again_what_layers_read():
     assert twice - kept == 2 * 2 * 3 * GIB + (forecast(MACHINE, held, NONE, 32, [2]).moved_bytes - kept)
 
 
+def test_all_is_copied_again_but_what_the_backward_pass_never_reads():
+    """Wherever memory is fullest: there `tower` is not read any more, but the backward pass reads it before."""
+    sizes = {"tower": 1, "fixed": 2, "other": 4}
+    plain = layout("replicated", 20, 0)
+    held = dataclasses.replace(plain, slices=lambda unread: sum(GIB * sizes[one] for one in sizes.keys() - unread))
+    moments = [
+        ActivationMoment(bytes_per_row=GIB, unread=frozenset({"tower", "fixed"})),
+        ActivationMoment(bytes_per_row=1, unread=frozenset({"fixed"})),
+    ]
+    policy = dataclasses.replace(NONE, remat="full", moments=moments)
+    copied, without = (forecast(MACHINE, one, policy, 32, [1]).moved_bytes for one in (held, plain))
+    assert copied - without == 2 * (1 + 4) * GIB
+
+
 def test_rows_are_there_beside_what_is_computed_from_them_all_micro_batches_of_them():
     of_rows = dataclasses.replace(NONE, batch_bytes_per_row=GIB)
     one = forecast(MACHINE, layout("replicated", 20, 0), of_rows, 32, [2])

@@ -39,6 +39,11 @@ def test_arithmetic_by_element_is_a_part_of_what_reads_it():
     assert floats_per_row(chain, shape(ROWS, 6), shape(6, 3)) == 6 + 3
 
 
+def test_products_are_stored_where_all_their_shapes_are_the_same():
+    # The first product of the squares, and the second.
+    assert floats_per_row(lambda squares: squares @ squares @ squares, shape(ROWS, 8, 8)) == 64 + 64
+
+
 def test_what_is_needed_later_is_kept_in_the_smaller_form():
     def narrow(rows, kernel):
         wide = rows @ kernel  # [8]

@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from openpi_train_configs.fast import pi05_bridge_insulated
 from openpi_train_configs.paligemma_policies import paligemma_flow_lora
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
@@ -172,7 +173,8 @@ def test_frozen_parameters_that_are_cut_are_gathered_too():
 
 
 def test_slices_are_of_fixed_matrices_of_layers_that_are_whole_and_have_the_type_of_products():
-    """With adapters, but with one transformer: its stack is not cut. pi0's is, and read where it is needed."""
+    """With adapters, but with one transformer: its stack is not cut. pi0's is, and read where it is needed, but not the
+    insulated one."""
     layout = whole_layout(paligemma_flow_lora, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     plans = [Plan(mesh=planned_mesh(n, 8), strategy=name) for n, name in ((1, "replicated"), (8, "zero1"))]
     tower = 27 * (4 * 1152 * 1152 + 2 * 1152 * 4304 + 3 * 1152)  # with the biases of its heads
@@ -184,6 +186,9 @@ def test_slices_are_of_fixed_matrices_of_layers_that_are_whole_and_have_the_type
     assert slice_bytes(layout, plans[0], jnp.bfloat16, {down}) == everything - 2 * 18 * 2048 * 16_384
     cut = whole_layout(pi0_bridge_traj_lora, plans[0])
     assert slice_bytes(cut, plans[0], jnp.bfloat16) == 0
+    model = dataclasses.replace(pi05_bridge_insulated.model, paligemma_variant="gemma_2b_lora")
+    insulated = whole_layout(dataclasses.replace(pi05_bridge_insulated, model=model), plans[0])
+    assert slice_bytes(insulated, plans[0], jnp.bfloat16) == everything - 2 * tower
 
 
 @pytest.mark.parametrize("strategy", CUT)
