@@ -118,6 +118,9 @@ PIECE = timeout --signal INT 590
 gpu:
 	test "$(GPU_PYTHON)" != $(GPU)/bin/python || test -x $(GPU_PYTHON) || $(PYTHON) -m venv $(GPU)
 	test "$(GPU_PYTHON)" != $(GPU)/bin/python || $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,$(GPU_CUDA)]'
+	@JAX_PLATFORMS=cuda $(GPU_PYTHON) -c 'import jax; jax.devices()' >/dev/null 2>&1 || { \
+	echo "make gpu: $(GPU_PYTHON) finds no GPU; JAX_PLATFORMS=cuda $(GPU_PYTHON) -c 'import jax; jax.devices()' says why."; \
+	echo "Without a GPU, make gpu-compile compiles for GPUs."; exit 2; } >&2
 	mkdir -p $(GPU_OUT)
 	$(MAKE) --keep-going $(GPU_PIECES:%=gpu-%)
 

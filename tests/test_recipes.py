@@ -1,5 +1,6 @@
-"""The Dockerfile and the workflow: linted by their own tools, and what they name is there."""
+"""The Dockerfile, the workflow and the Makefile: linted by their own tools, and what they name is there."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -40,6 +41,22 @@ def test_the_workflow_makes_targets_that_are_there():
     makefile = (ROOT / "Makefile").read_text()
     assert targets == ["lint", "quick", "docs"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_make_gpu_ends_at_once_where_there_is_no_gpu(tmp_path):
+    command = ["make", "gpu", f"GPU_PYTHON={sys.executable}", f"GPU_OUT={tmp_path / 'results'}"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(
+        [tool(command[0]), *command[1:]],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2 and "finds no GPU" in done.stderr and "make gpu-compile" in done.stderr
+    assert not (tmp_path / "results").exists()
 
 
 def test_the_image_copies_what_is_there_and_what_is_not_ignored():
