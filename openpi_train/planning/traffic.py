@@ -199,9 +199,10 @@ def _share(devices: int) -> float:
 
 
 def _outputs(instruction: HloInstruction) -> tuple[HloArray, ...]:
-    """The output arrays. Asynchronous start operations, except all-reduce, list their inputs first."""
-    arrays, opcode = instruction.results, instruction.opcode
-    if not opcode.endswith("-start") or opcode == "all-reduce-start":
+    """The output arrays. Asynchronous start operations list their inputs first, an all-reduce's before jaxlib 0.12 do
+    not."""
+    arrays = instruction.results
+    if not instruction.opcode.endswith("-start") or len(arrays) == len(instruction.operands):
         return arrays
     arrays = tuple(array for array in arrays if array != HloArray("u32", ()))  # a collective-permute's own counters
     return arrays[len(arrays) // 2 :]

@@ -403,10 +403,19 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %g = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
   %h = ((f32[2]{0}, bf16[4]{0}), (f32[8]{0}, bf16[16]{0})) all-gather-start(%x, %y), replica_groups=[2,4]<=[8]
   %a = f32[10]{0} all-reduce-start(%u), replica_groups=[2,4]<=[8], to_apply=%add
+  %b = (f32[10]{0}, f32[4]{0}) all-reduce-start(%u, %z), replica_groups=[2,4]<=[8], to_apply=%add
+  %c = ((f32[10]{0}), f32[10]{0}) all-reduce-start(%u), replica_groups=[2,4]<=[8], to_apply=%add
   %p = (f32[6]{0}, f32[6]{0}, u32[], u32[]) collective-permute-start(%v), source_target_pairs={{0,1},{1,0}}
 }
 """
-    assert [one.sent_bytes for one in collectives(text, 8)] == [32 * 3 / 4, 64 * 3 / 4, 2 * 40 * 3 / 4, 24]
+    assert [one.sent_bytes for one in collectives(text, 8)] == [
+        24,
+        48,
+        2 * 40 * 3 / 4,
+        2 * 56 * 3 / 4,
+        2 * 40 * 3 / 4,
+        24,
+    ]
 
 
 def test_a_loop_of_unknown_length_is_refused():
