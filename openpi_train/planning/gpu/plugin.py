@@ -1,6 +1,6 @@
 """jax's CUDA plugin on a machine without a GPU: its environment, the devices to compile for, and what jax asks a GPU.
 
-The only file with private names of jax (0.10.2). `tests/planning/gpu/test_plugin.py` says when they change.
+The only file with private names of jax (0.10.2 to 0.12.0). `tests/planning/gpu/test_plugin.py` says when they change.
 Read next: `targets.py`.
 """
 
