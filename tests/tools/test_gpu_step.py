@@ -235,19 +235,21 @@ def test_camera_slots_are_those_of_the_model_or_of_the_data(name, program, camer
 
 
 def test_a_query_of_practice_and_the_held_out_loss_are_lowered_as_a_run_computes_them():
-    """On two devices: for the rows that they act in at a time, and for one held-out batch."""
+    """On two devices: for the rows that they act in at a time, at most all attempts, and for one held-out batch."""
     machine = plan.find_machine("h100", 2, 1, None, 50.0)
 
-    def training(name):
-        experiment = cli.parse_experiment(name, ["--exp-name", "compile"])
+    def training(name, *flags):
+        experiment = cli.parse_experiment(name, ["--exp-name", "compile", *flags])
         return gpu_programs.Training.of(experiment, machine, jax.devices()[:2], ())
 
-    acting = training("tabletop_few_rloo")
-    with jax.set_mesh(acting.trainer.plan.real_mesh):
-        drawn = acting.query().out_info
-    model = acting.experiment.model
-    rows = acting.experiment.practice.episodes_per_device * 2
-    assert drawn["actions"].shape == (rows, model.action_horizon, model.action_dim)
+    for episodes_per_device in (8, 1_000):
+        acting = training("tabletop_few_rloo", "--practice.episodes-per-device", str(episodes_per_device))
+        with jax.set_mesh(acting.trainer.plan.real_mesh):
+            drawn = acting.query().out_info
+        model, attempts = acting.experiment.model, acting.experiment.practice.num_attempts
+        rows = min(2 * episodes_per_device, attempts)
+        assert drawn["actions"].shape == (rows, model.action_horizon, model.action_dim)
+        assert 16 < attempts < 2_000
     assert {name for name in drawn if name.startswith("kept/")}
     held_out = training("debug")
     with jax.set_mesh(held_out.trainer.plan.real_mesh):
