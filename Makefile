@@ -9,7 +9,7 @@ NEWEST ?= python3.13
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile gpu bench clean
-.PHONY: gpu-tests gpu-steps gpu-others gpu-serving gpu-checkpoint gpu-run
+.PHONY: gpu-tests gpu-steps gpu-loops gpu-others gpu-serving gpu-checkpoint gpu-run
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -105,7 +105,7 @@ GPU_COMPILATIONS ?= $(shell nproc)
 gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev,cuda12]'
-	$(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --processes $(GPU_COMPILATIONS) --json $(GPU)/gpu_compile.json
+	JAX_PLATFORMS=cpu $(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --processes $(GPU_COMPILATIONS) --json $(GPU)/gpu_compile.json
 
 # What a GPU says, in pieces of less than ten minutes each (docs/benchmarks.md); tables and traces go to $(GPU_OUT). Without
 # a network: GPU_PYTHON=python3, of an environment that has what pyproject.toml names. A piece that fails does not keep

@@ -441,12 +441,14 @@ def compile_step(argv: Sequence[str]) -> int:
 
     request, rest = parse_known(CompileRequest, argv, "compile")
     from openpi_train.planning.gpu import plugin
+    from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS
+    from openpi_train.planning.kinds import find_kind
 
     logs.configure(0)
+    find_kind(request.device_kind, KINDS_OF_TARGETS)  # a wrong one is told before the plugin is asked for
     for line in plugin.set_environment(os.environ, request.devices, request.hosts):
         logger.info("%s", line)
     experiment = parse_experiment(request.experiment, ["--exp-name", "compile", *rest])
-    from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS
     from openpi_train.tools import gpu_step
     from openpi_train.tools.plan import find_machine
 

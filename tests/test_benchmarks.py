@@ -12,6 +12,7 @@ import threading
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from benchmarks import __main__ as program
@@ -32,7 +33,9 @@ from benchmarks import (
 )
 from benchmarks.__main__ import BENCHMARKS
 from openpi_train.planning.forecast import Machine
+from openpi_train.planning.gpu import plugin
 from openpi_train.planning.kinds import find_kind
+from openpi_train.runtime.exits import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 F32 = ["--model.dtype", "float32"]
@@ -266,6 +269,30 @@ def test_a_table_that_says_what_is_wrong_ends_the_program_with_code_1(monkeypatc
     monkeypatch.setattr(program, "_start", lambda: None)
     assert program.main(["tabletop"]) == 1
     assert "failed: the bits differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpu_compile", "gpu_compile needs jax's CUDA plugin: make gpu-compile"),
+        ("gpu_steps", "gpu_steps needs a GPU, and jax finds none here"),
+        ("gpu_serving", "gpu_serving needs a GPU, and jax finds none here"),
+    ],
+)
+def test_what_this_machine_lacks_is_told_before_anything_runs(name, said, monkeypatch):
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(program, "_start", lambda: None)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        program.main([name])
+
+
+def test_all_benchmarks_are_those_that_this_machine_can_run(monkeypatch, capsys):
+    monkeypatch.setattr(program, "BENCHMARKS", {"gpu_steps": "", "gpu_serving": ""})
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(program, "_start", lambda: None)
+    assert program.main([]) == 0
+    assert "gpu_serving is left out: it needs a GPU" in capsys.readouterr().err
 
 
 def test_a_step_that_cannot_run_is_a_failure_and_does_not_keep_the_others_from_running(monkeypatch):

@@ -117,10 +117,10 @@ def find_kind(text: str, choices: Sequence[DeviceKind] = KINDS) -> DeviceKind:
     if kind.is_known:
         return kind
     close = difflib.get_close_matches(_plain(text), [_plain(kind.name) for kind in choices], 1)
-    guess = f"did you mean {by_plain[close[0]].name}? " if close else ""
+    guess = f"; did you mean {by_plain[close[0]].name}?" if close else "."
     names = ", ".join(kind.name for kind in choices)
     raise UsageError(
-        f"--device-kind {text!r} is unknown; {guess}Kinds: {names}. For another take the nearest, with --device-gib"
+        f"--device-kind {text!r} is unknown{guess} Kinds: {names}. For another take the nearest, with --device-gib"
     )
 
 

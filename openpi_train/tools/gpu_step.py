@@ -29,6 +29,8 @@ from openpi_train.tools.requests import CompileRequest
 def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> int:
     """Compile and print the account. Raises UsageError for conflicting flags."""
     if request.dump is not None:
+        if request.dump.is_dir():
+            raise UsageError(f"--dump {request.dump} is a folder: name the file that the program's text is written to")
         request.dump.parent.mkdir(parents=True, exist_ok=True)
     (chosen, compiled), found = compiled_program(
         machine,

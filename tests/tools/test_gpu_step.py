@@ -153,10 +153,18 @@ def test_a_plan_with_offload_is_compiled_for_cpus_where_nothing_is_said(monkeypa
 
 
 def test_an_unknown_kind_is_refused_by_the_verb_with_those_that_it_knows(monkeypatch, capsys):
-    monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
+    """Before the plugin is asked for, which is large."""
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
     assert cli.run(["compile", "debug", "--devices", "8", "--device-kind", "a1000"]) == USAGE
     said = capsys.readouterr().err
     assert "Kinds: b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada, rtx4090. For another" in said
+
+
+def test_a_folder_for_the_programs_text_is_refused_before_it_is_compiled(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
+    words = ["compile", "debug", "--devices", "8", "--device-kind", "h100", "--dump", str(tmp_path)]
+    assert cli.run(words) == USAGE
+    assert f"--dump {tmp_path} is a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ _ENVIRONMENT = {
     # The plugin would else ask the driver, which need not be there, for its version.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "JAX_PLATFORMS": "",
+    # Programs for devices that are not there cannot be read from it.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 # Triton's products are tuned on a device: without one XLA calls cuBLAS. jaxlib 0.11 would then compute a product that
 # is both kept and used twice, once in its place in the stack, as it does not where it tunes.
