@@ -9,7 +9,7 @@ NEWEST ?= python3.13
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile gpu bench clean
-.PHONY: gpu-tests gpu-steps gpu-loops gpu-others gpu-serving gpu-checkpoint gpu-run
+.PHONY: gpu-tests gpu-steps gpu-loops gpu-policies gpu-others gpu-serving gpu-checkpoint gpu-run
 
 # The environment: exact versions from constraints.txt, the package itself in editable form.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
@@ -112,7 +112,7 @@ gpu-compile:
 # the others from running; an interrupted one tells what it has.
 GPU_PYTHON ?= $(GPU)/bin/python
 GPU_OUT ?= gpu_results
-GPU_PIECES ?= tests steps loops others serving checkpoint run
+GPU_PIECES ?= tests steps loops policies others serving checkpoint run
 GPU_CUDA ?= cuda12
 PIECE = timeout --signal INT 590
 gpu:
@@ -133,6 +133,9 @@ gpu-steps:
 
 gpu-loops:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets loops --details $(GPU_OUT)/loops --traced 1 --json $(GPU_OUT)/loops.json
+
+gpu-policies:
+	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets policies offload --details $(GPU_OUT)/policies --json $(GPU_OUT)/policies.json
 
 gpu-others:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --sets lora pi05 tokens dp llama --details $(GPU_OUT)/others --json $(GPU_OUT)/others.json

@@ -84,6 +84,14 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
         32,
         [_case(remat, "cudnn", count, loops=True) for remat, count in (("attention", 1), ("dots", 1), ("dots", 3))],
     ),
+    # What stores more than `dots`: an H100 has not enough memory for it on one device.
+    "policies": ("pi0_bridge_traj", 32, [_case("products", "cudnn"), _case("none", "cudnn")]),
+    # A set of its own, as its state lies elsewhere.
+    "offload": (
+        "pi0_bridge_traj",
+        32,
+        [Case("--model.remat full --model.attention cudnn --sharding.offload optimizer+ema")],
+    ),
     "lora": ("pi0_bridge_traj_lora", 32, [_case("full", "cudnn"), _case("dots", "cudnn")]),
     "pi05": ("pi05_bridge", 32, [_case("full", "cudnn"), _case("dots", "cudnn")]),
     "tokens": ("pi0_fast_bridge", 16, [_case("full", "cudnn")]),
