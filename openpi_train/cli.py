@@ -453,7 +453,7 @@ def compile_step(argv: Sequence[str]) -> int:
     from openpi_train.tools.plan import find_machine
 
     given = request.device_kind, request.devices, request.hosts, request.device_gib, request.network_gb_s
-    machine = find_machine(*given, kinds=KINDS_OF_TARGETS)
+    machine = find_machine(*given)
     return gpu_step.main(experiment, machine, request)
 
 

@@ -77,6 +77,7 @@ def test_the_environment_keeps_the_users_flags(monkeypatch):
     assert flags[0] == "--xla_gpu_enable_triton_gemm=true" and len([one for one in flags if "triton" in one]) == 1
     assert "--xla_gpu_enable_latency_hiding_scheduler=true" in flags
     assert environ["CUDA_VISIBLE_DEVICES"] == "-1" and environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
+    assert environ["JAX_ENABLE_COMPILATION_CACHE"] == "false"
 
 
 def test_a_target_is_a_device_for_the_models_questions():
