@@ -98,8 +98,11 @@ SETS = {
             ),
             ("gsm8k_sft_qwen25_05b", f"{_ZERO3} --model.remat attention {_QWEN_7B_ALONE} --model.attention cudnn"),
             *(
-                ("gsm8k_grpo_qwen25_05b", f"{_ZERO3} --model.policy.remat attention {_QWEN_7B} {attention}".strip())
-                for attention in ("", "--model.policy.attention cudnn")
+                (
+                    "gsm8k_grpo_qwen25_05b",
+                    f"{_ZERO3} --model.policy.remat attention {_QWEN_7B} --model.policy.attention {kind}",
+                )
+                for kind in ("xla", "cudnn")
             ),
         )
         for layers in ("--unroll-layers False", "--unroll-layers True")

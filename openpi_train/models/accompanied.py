@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language import LanguageConfig, PackedTexts
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.nn.attention import Attention, Heads
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.vocabulary import TokenScores
 
@@ -81,6 +82,13 @@ class AccompaniedConfig(ModelConfig, abc.ABC):
     def remat_choices(self) -> Mapping[str | None, "AccompaniedConfig"]:
         choices = self.policy.remat_choices().items()
         return {name: dataclasses.replace(self, policy=policy) for name, policy in choices}
+
+    @property
+    def attention_heads(self) -> Sequence[Heads]:
+        return self.policy.attention_heads
+
+    def with_attention(self, kind: Attention) -> "AccompaniedConfig":
+        return dataclasses.replace(self, policy=self.policy.with_attention(kind))
 
     @property
     def smaller_runs(self) -> Sequence[str]:

@@ -4,14 +4,14 @@ Read next: `language.py`, `prompted.py`, `diffusion_policy.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 
 from openpi_train.fields import setting
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.attention import Attention
+from openpi_train.nn.attention import Attention, Heads
 from openpi_train.nn.remat import Remat, RematChoice
 
 
@@ -52,5 +52,18 @@ class ComputeConfig(ModelConfig):
 class TransformerConfig(ComputeConfig):
     """A model with attention."""
 
-    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs; auto is XLA.
+    # Who computes attention: XLA, or cuDNN's fused kernels on NVIDIA GPUs.
+    # auto: in training cuDNN on H100 and H200, if the run finds it right on its devices; else XLA.
     attention: Attention = setting("auto", on_resume="accept")
+
+    @property
+    def heads(self) -> Sequence[Heads]:
+        """The heads of all its attention, if cuDNN can compute it (default: it cannot)."""
+        return ()
+
+    @property
+    def attention_heads(self) -> Sequence[Heads]:
+        return self.heads if self.attention == "auto" else ()
+
+    def with_attention(self, kind: Attention) -> "TransformerConfig":
+        return dataclasses.replace(self, attention=kind)

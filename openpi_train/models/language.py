@@ -15,6 +15,7 @@ from openpi_train.fields import at_least
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.hf_config import Family, family_of, sizes_of
 from openpi_train.models.hf_names import PARTS, explain_hf, hf_name
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, merge_lora
@@ -77,6 +78,11 @@ class LanguageConfig(TransformerConfig):
             attention=self.attention,
             rngs=rngs,
         )
+
+    @property
+    def heads(self) -> Sequence[Heads]:
+        """None of its own if their products are capped (Gemma 2), which cuDNN does not."""
+        return (self.sizes.heads,) if self.sizes.attention_cap is None else ()
 
     @property
     def smaller_runs(self) -> Sequence[str]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from openpi_train.data.normalize import Form
 from openpi_train.data.windows import WindowShape
+from openpi_train.nn.attention import Attention, Heads
 from openpi_train.runtime.exits import UsageError
 
 Row = dict[str, Any]
@@ -84,6 +85,16 @@ class ModelConfig(abc.ABC):
         Default: the config itself, for a model without policies.
         """
         return {None: self}
+
+    @property
+    def attention_heads(self) -> Sequence[Heads]:
+        """The heads of all its attention, if it is left open who computes it (default: it is not)."""
+        return ()
+
+    def with_attention(self, kind: Attention) -> "ModelConfig":
+        """This config with its attention computed so (default: it has none, or no choice)."""
+        del kind
+        return self
 
     @property
     def smaller_runs(self) -> Sequence[str]:

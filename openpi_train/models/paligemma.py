@@ -5,7 +5,7 @@ Read next: `paligemma_network.py`, `docs/paligemma.md`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from flax import nnx
@@ -13,6 +13,7 @@ from flax import nnx
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.paligemma_network import PaliGemmaFlow
 from openpi_train.models.row_text import PromptText
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 _BACKBONE = "backbone/"
@@ -63,6 +64,10 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
             "language": self.language.apply(self.paligemma_variant),
             "head": self.head.apply(self.head_variant),
         }
+
+    @property
+    def decoder_heads(self) -> Sequence[Heads]:
+        return tuple(decoder.heads for decoder in self.decoders.values())
 
     @property
     def text(self) -> PromptText:

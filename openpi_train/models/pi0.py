@@ -13,6 +13,7 @@ from flax import nnx
 from openpi_train.models import pi0_names, prompted
 from openpi_train.models.pi0_network import Pi0
 from openpi_train.models.row_text import PromptAndChunkText, PromptText, RowText
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 
@@ -80,6 +81,11 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             "language": self.language.apply(self.paligemma_variant),
             "action": self.action_expert.apply(self.action_expert_variant),
         }
+
+    @property
+    def decoder_heads(self) -> Sequence[Heads]:
+        """The experts', which attend jointly."""
+        return (self.experts["language"].heads,)
 
     @property
     def prompt_limit(self) -> int:

@@ -16,6 +16,7 @@ from openpi_train.models import pi0_names, prompted
 from openpi_train.models.action_tokens import ActionTokens
 from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.models.row_text import PromptAndChunkText
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.types import ActionBatch, PracticeBatch
 
@@ -57,6 +58,10 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
     def sizes(self) -> GemmaConfig:
         """The language model's sizes, overrides applied."""
         return self.language.apply(self.paligemma_variant)
+
+    @property
+    def decoder_heads(self) -> Sequence[Heads]:
+        return (self.sizes.heads,)
 
     @property
     def text(self) -> PromptAndChunkText:

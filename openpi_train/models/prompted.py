@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
@@ -93,6 +94,15 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         others = self.num_suffix_tokens(draws) * math.prod(seen.prompt_mask.shape[:-1])
         images = sum((mask.sum() for mask in seen.image_masks.values()), start=jnp.int32(0))
         return images * self.tokens_per_image + seen.prompt_mask.sum() + others
+
+    @property
+    def heads(self) -> Sequence[Heads]:
+        return tuple(dict.fromkeys((self.siglip.heads, *self.decoder_heads)))
+
+    @property
+    @abc.abstractmethod
+    def decoder_heads(self) -> Sequence[Heads]:
+        """Those of all layers behind the image tower."""
 
     @property
     def tokens_per_image(self) -> int:

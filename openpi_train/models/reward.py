@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language import LanguageConfig, PackedTexts
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.nn.attention import Attention, Heads
 from openpi_train.nn.decoder_sizes import DecoderSizes
 
 DECODER, SCORE = "decoder/", "score/weight"
@@ -89,6 +90,13 @@ class RewardConfig(ModelConfig):
     def remat_choices(self) -> Mapping[str | None, "RewardConfig"]:
         choices = self.language.remat_choices().items()
         return {name: dataclasses.replace(self, language=language) for name, language in choices}
+
+    @property
+    def attention_heads(self) -> Sequence[Heads]:
+        return self.language.attention_heads
+
+    def with_attention(self, kind: Attention) -> "RewardConfig":
+        return dataclasses.replace(self, language=self.language.with_attention(kind))
 
     @property
     def smaller_runs(self) -> Sequence[str]:

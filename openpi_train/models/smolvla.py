@@ -15,6 +15,7 @@ from openpi_train.models.model_config import RowTransform
 from openpi_train.models.prompted import PromptedConfig
 from openpi_train.models.row_text import PromptText
 from openpi_train.models.smolvla_network import SmolVla
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.siglip import SiglipConfig
 
@@ -114,6 +115,11 @@ class SmolVlaConfig(PromptedConfig):
         width = int(self.width * self.expert_width_multiplier)
         hidden = 4 * int(2 * width / 3)
         return dataclasses.replace(self.language, width=width, mlp_dim=-(-hidden // _MLP_UNIT) * _MLP_UNIT)
+
+    @property
+    def decoder_heads(self) -> Sequence[Heads]:
+        """The language model's, which are the expert's."""
+        return (self.language.heads,)
 
     @property
     def text(self) -> PromptText:

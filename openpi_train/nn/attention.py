@@ -6,8 +6,8 @@ Read next: `gemma.py`, which projects to heads and back.
 import contextlib
 import contextvars
 import re
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,17 @@ from jaxtyping import Array, Bool, Float, Int
 from openpi_train.nn.remat import keep
 from openpi_train.runtime.exits import UsageError
 
-Attention = Literal["auto", "xla", "cudnn"]
+AttentionKind = Literal["xla", "cudnn"]
+Attention = Literal["auto", AttentionKind]
+
+
+class Heads(NamedTuple):
+    """Heads of an attention: of queries, of keys and values, and the width of each."""
+
+    queries: int
+    keys: int
+    width: int
+
 
 # Gives weight zero, without the NaN of -inf in a fully masked row (padding). Gemma's own constant.
 _MASKED = -2.3819763e38
@@ -25,7 +35,7 @@ _MASKED = -2.3819763e38
 # The device that programs are compiled for; None: this process's own.
 _COMPILED_FOR: contextvars.ContextVar[Any] = contextvars.ContextVar("compiled_for", default=None)
 
-# cuDNN's kernels read rows of the mask in pieces of 16 bytes; jax itself asks for an even number of tokens.
+# cuDNN's kernels read rows of the mask in pieces of 16 bytes.
 _FLASH_TOKENS = 8
 
 
@@ -67,6 +77,9 @@ def attend(
 ) -> Float[Array, "b t n c"]:
     """Values averaged by softmax(query . key * scale); `n / k` query heads share a key head. Softmax in float32.
 
+    A single query per row, as in decoding, is computed by XLA in any case: its weights are small, and cuDNN's kernels
+    would have keys and values padded for every token.
+
     Its output is kept for the backward pass (`remat.py: keep`). `scale` None is 1 / sqrt(c). `cap` bounds the
     products to that size, by cap * tanh(product / cap) (Gemma 2).
 
@@ -75,7 +88,7 @@ def attend(
     """
     b, t, n, c = query.shape
     factor = float(c) ** -0.5 if scale is None else scale
-    if uses_cudnn(kind, c, query.dtype):
+    if t > 1 and uses_cudnn(kind, c, query.dtype):
         if cap is not None:
             raise UsageError("--model.attention cudnn cannot cap products (Gemma 2); use --model.attention auto or xla")
         return flash_attend(query, key, value, mask, factor)
@@ -171,6 +184,8 @@ def flash_attend(
     Its output is kept for the backward pass by the kernels' own name (`remat.py`), so it is not named again.
     """
     t, c = query.shape[1], query.shape[3]
+    if mask is None and (t % 2 or key.shape[1] % 2):  # jax wants even numbers of tokens
+        mask = all_seen(query, key)
     if mask is not None:
         more_t, more_s = -t % _FLASH_TOKENS, -key.shape[1] % _FLASH_TOKENS
         # What is kept for the backward pass is what the kernels read: nothing is then padded twice.
@@ -195,8 +210,8 @@ def compiling_for(device: Any) -> Iterator[None]:
 def uses_cudnn(kind: Attention, head_dim: int, dtype: Any) -> bool:
     """Whether attention uses cuDNN on this process's devices, or on that of `compiling_for`: only with `cudnn`.
 
-    `auto` is XLA's form until cuDNN's has been tested and measured (`tests/nn/test_attention.py`, marked `gpu`).
-    Raises UsageError if `kind` is `cudnn` and cuDNN cannot be used.
+    `auto` is XLA's form where a run has not decided it (`best_kind`), as in a served policy. Raises UsageError if
+    `kind` is `cudnn` and cuDNN cannot be used.
     """
     if kind != "cudnn":
         return False
@@ -226,6 +241,19 @@ def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
     if head_dim > widest or head_dim % 8:
         return f"its heads are multiples of 8 up to {widest} on a {device.device_kind}, and the model's are {head_dim}"
     return None
+
+
+def best_kind(heads: Collection[Heads], dtype: Any, device: Any) -> AttentionKind:
+    """Who computes attention in training on `device` if `auto` leaves it open: cuDNN where it was seen to be faster,
+    on Hopper (docs/benchmarks.md, "One H200"), and where it can compute all these heads; else XLA."""
+    if not heads or not str(getattr(device, "compute_capability", "")).startswith("9."):
+        return "xla"
+    return "xla" if any(cudnn_problem(one.width, dtype, device) for one in heads) else "cudnn"
+
+
+def all_seen(query: Float[Array, "b t n c"], key: Float[Array, "b s k c"]) -> Bool[Array, "b t s"]:
+    """The mask with which every token attends to all."""
+    return jnp.ones((query.shape[0], query.shape[1], key.shape[1]), bool)
 
 
 def block_mask(

@@ -6,6 +6,7 @@ Read next: `decoder.py`, which uses them, and `models/hf_config.py`, which reads
 import dataclasses
 import math
 
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.gated_mlp import Activation
 from openpi_train.nn.rotary_frequencies import RotaryFrequencies
 
@@ -66,6 +67,11 @@ class DecoderSizes:
     sliding_rope_base: float | None = None
     # Logits are computed with the embedding table.
     tied: bool = True
+
+    @property
+    def heads(self) -> Heads:
+        """Of every layer's attention."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def rope(self) -> RotaryFrequencies:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 
+from openpi_train.nn.attention import Heads
 from openpi_train.nn.lora import LoraConfig
 
 
@@ -23,6 +24,11 @@ class GemmaConfig:
     def fused_projection(self) -> bool:
         """Whether query, key and value share one weight, as in openpi if every query head has its own key."""
         return self.num_heads == self.num_kv_heads
+
+    @property
+    def heads(self) -> Heads:
+        """Of every layer's attention."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def check(self, name: str) -> list[str]:
         """What is wrong with the sizes, as sentences about the expert of this name."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
-from openpi_train.nn.attention import Attention, flash_attend, uses_cudnn
+from openpi_train.nn.attention import Attention, Heads, flash_attend, uses_cudnn
 from openpi_train.nn.layers import scan_layers, stack_layers
 from openpi_train.nn.norms import LayerNorm
 from openpi_train.nn.products import product
@@ -44,6 +44,11 @@ class SiglipConfig:
         if image_size % self.patch_size:
             problems.append(f"image_size {image_size} is not a multiple of siglip.patch_size {self.patch_size}")
         return problems
+
+    @property
+    def heads(self) -> Heads:
+        """Of every layer's attention."""
+        return Heads(self.num_heads, self.num_heads, self.width // self.num_heads)
 
     def num_tokens(self, image_size: int) -> int:
         """Number of tokens of a square image of `image_size` pixels."""

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
+from openpi_train.nn.attention import best_kind
 from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.nn.shard import Gathering
 from openpi_train.planning.forecast import HIDDEN, HIDDEN_KEPT, HIDDEN_UNROLLED, LayoutCost, Machine
@@ -48,14 +49,17 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
 
 
 def settled(experiment: Experiment, machine: Machine) -> Experiment:
-    """The experiment with what `--unroll-layers auto` means on these devices: all in the table of kinds are GPUs.
+    """The experiment with what `--unroll-layers auto` and `--model.attention auto` mean on these devices.
 
-    In tensor groups XLA keeps what unrolled layers should compute again (jaxlib 0.10.2).
+    All in the table of kinds are GPUs. In tensor groups XLA keeps what unrolled layers should compute again (jaxlib
+    0.10.2).
     """
-    if experiment.unroll_layers != "auto":
-        return experiment
-    unrolled = machine.kind.is_known and experiment.sharding.tensor_devices == 1
-    return dataclasses.replace(experiment, unroll_layers=unrolled)
+    unrolled, model = experiment.unroll_layers, experiment.model
+    if unrolled == "auto":
+        unrolled = machine.kind.is_known and experiment.sharding.tensor_devices == 1
+    if heads := model.attention_heads:
+        model = model.with_attention(best_kind(heads, model.compute_dtype, machine.kind))
+    return dataclasses.replace(experiment, unroll_layers=unrolled, model=model)
 
 
 def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_devices: int) -> Plan:

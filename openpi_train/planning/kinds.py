@@ -16,11 +16,12 @@ class DeviceKind:
     """A kind of device. `reported` is a pattern for whole words of jax's `device_kind`.
 
     `peak_tflops` is the dense bfloat16 peak with float32 sums, `memory_gb_s` what one device reads from its memory at
-    most, `link_gb_s` what it sends at most, GB/s.
+    most, `link_gb_s` what it sends at most, GB/s. `compute_capability` is CUDA's, as jax's devices have it.
     """
 
     name: str
     reported: str
+    compute_capability: str
     memory_gib: float
     memory_gb_s: float
     peak_tflops: float
@@ -34,6 +35,16 @@ class DeviceKind:
         return self.peak_tflops * 1e12
 
     @property
+    def platform(self) -> str:
+        """As a jax device has it, which asks no more than this, `compute_capability` and `device_kind`."""
+        return "cuda" if self.is_known else "cpu"
+
+    @property
+    def device_kind(self) -> str:
+        """The name, as a jax device has it."""
+        return self.name.upper()
+
+    @property
     def is_known(self) -> bool:
         """Whether times can be forecast for it."""
         return self is not UNKNOWN
@@ -42,6 +53,7 @@ class DeviceKind:
 def _kind(
     name: str,
     reported: str,
+    compute_capability: str,
     memory: tuple[float, float],
     peak_tflops: float,
     link: tuple[str, float],
@@ -50,6 +62,7 @@ def _kind(
     return DeviceKind(
         name=name,
         reported=reported,
+        compute_capability=compute_capability,
         memory_gib=memory[0],
         memory_gb_s=memory[1],
         peak_tflops=peak_tflops,
@@ -65,30 +78,31 @@ _NVLINK_5, _NVLINK_4, _NVLINK_3 = ("NVLink 5", 900.0), ("NVLink 4", 450.0), ("NV
 _PCIE_5, _PCIE_4 = ("PCIe 5.0 x16", 63.0), ("PCIe 4.0 x16", 31.5)
 
 # Memory is the total that nvidia-smi shows, a little less than the nominal size, and its rate. Rates, peaks and links
-# are NVIDIA's, from the named document; if it gives peaks with sparsity, half of that. The first matching row counts.
+# are NVIDIA's, from the named document; if it gives peaks with sparsity, half of that. Compute capabilities are those
+# of developer.nvidia.com/cuda-gpus. The first matching row counts.
 # Bridges between pairs of cards (H100 NVL, A6000, 3090) are not counted: a ring over more than two goes through PCIe.
 KINDS = (
-    _kind("b200", r"G?B200", (179.0, 8000), 2250, _NVLINK_5, "HGX B200 data sheet"),
-    _kind("gh200", r"GH200", (95.6, 4000), 989, _NVLINK_4, "GH200 Grace Hopper Superchip data sheet"),
-    _kind("h200", r"H200", (140.4, 4800), 989, _NVLINK_4, "H200 Tensor Core GPU data sheet"),
-    _kind("h100-nvl", r"H100.*NVL", (93.6, 3900), 835, _PCIE_5, "H100 NVL GPU product brief"),
-    _kind("h100-pcie", r"H100.*PCIe", (79.6, 2000), 756, _PCIE_5, "H100 Tensor Core GPU data sheet"),
-    _kind("h100", r"H100", (79.6, 3350), 989, _NVLINK_4, "H100 Tensor Core GPU data sheet"),
-    _kind("a100-pcie", r"A100.*80GB.*PCIe", (80.0, 1935), 312, _PCIE_4, "A100 80GB PCIe product brief"),
-    _kind("a100-40gb", r"A100.*40GB", (40.0, 1555), 312, _NVLINK_3, "A100 Tensor Core GPU data sheet"),
-    _kind("a100", r"A100", (80.0, 2039), 312, _NVLINK_3, "A100 Tensor Core GPU data sheet (1758950)"),
-    _kind("l40s", r"L40S", (45.0, 864), 362, _PCIE_4, "L40S data sheet"),
-    _kind("a40", r"A40", (45.0, 696), 150, _PCIE_4, "A40 data sheet"),
-    _kind("rtx6000-ada", r"RTX 6000 Ada", (48.0, 960), 364, _PCIE_4, "RTX 6000 Ada Generation data sheet"),
-    _kind("a6000", r"A6000", (48.0, 768), 155, _PCIE_4, "RTX A6000 data sheet"),
-    _kind("rtx5090", r"(RTX)?5090", (31.8, 1792), 210, _PCIE_5, "RTX Blackwell GPU Architecture, appendix"),
-    _kind("rtx4090", r"(RTX)?4090", (24.0, 1008), 165, _PCIE_4, "Ada GPU Architecture v2, appendix A"),
-    _kind("rtx3090", r"(RTX)?3090", (24.0, 936), 71, _PCIE_4, "Ampere GA102 GPU Architecture v2, table 2"),
+    _kind("b200", r"G?B200", "10.0", (179.0, 8000), 2250, _NVLINK_5, "HGX B200 data sheet"),
+    _kind("gh200", r"GH200", "9.0", (95.6, 4000), 989, _NVLINK_4, "GH200 Grace Hopper Superchip data sheet"),
+    _kind("h200", r"H200", "9.0", (140.4, 4800), 989, _NVLINK_4, "H200 Tensor Core GPU data sheet"),
+    _kind("h100-nvl", r"H100.*NVL", "9.0", (93.6, 3900), 835, _PCIE_5, "H100 NVL GPU product brief"),
+    _kind("h100-pcie", r"H100.*PCIe", "9.0", (79.6, 2000), 756, _PCIE_5, "H100 Tensor Core GPU data sheet"),
+    _kind("h100", r"H100", "9.0", (79.6, 3350), 989, _NVLINK_4, "H100 Tensor Core GPU data sheet"),
+    _kind("a100-pcie", r"A100.*80GB.*PCIe", "8.0", (80.0, 1935), 312, _PCIE_4, "A100 80GB PCIe product brief"),
+    _kind("a100-40gb", r"A100.*40GB", "8.0", (40.0, 1555), 312, _NVLINK_3, "A100 Tensor Core GPU data sheet"),
+    _kind("a100", r"A100", "8.0", (80.0, 2039), 312, _NVLINK_3, "A100 Tensor Core GPU data sheet (1758950)"),
+    _kind("l40s", r"L40S", "8.9", (45.0, 864), 362, _PCIE_4, "L40S data sheet"),
+    _kind("a40", r"A40", "8.6", (45.0, 696), 150, _PCIE_4, "A40 data sheet"),
+    _kind("rtx6000-ada", r"RTX 6000 Ada", "8.9", (48.0, 960), 364, _PCIE_4, "RTX 6000 Ada Generation data sheet"),
+    _kind("a6000", r"A6000", "8.6", (48.0, 768), 155, _PCIE_4, "RTX A6000 data sheet"),
+    _kind("rtx5090", r"(RTX)?5090", "12.0", (31.8, 1792), 210, _PCIE_5, "RTX Blackwell GPU Architecture, appendix"),
+    _kind("rtx4090", r"(RTX)?4090", "8.9", (24.0, 1008), 165, _PCIE_4, "Ada GPU Architecture v2, appendix A"),
+    _kind("rtx3090", r"(RTX)?3090", "8.6", (24.0, 936), 71, _PCIE_4, "Ampere GA102 GPU Architecture v2, table 2"),
 )
 
 # All others (such as a CPU): assumed to have an H100's ratio of compute to bandwidth, so that candidates can be
 # compared.
-UNKNOWN = _kind("unknown", "", (0.0, 3350), 989, _NVLINK_4, "none")
+UNKNOWN = _kind("unknown", "", "", (0.0, 3350), 989, _NVLINK_4, "none")
 
 
 # The rate of products by the bytes of an element, as a share of that of bfloat16. XLA computes those of float32 in

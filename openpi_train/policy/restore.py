@@ -71,7 +71,11 @@ def restored(
     merge_lora: bool,
     devices: Sequence[Any] | None,
 ) -> tuple[ModelConfig, Params, Plan]:
-    """The model to run, its parameters on the devices, and their plan. Arguments: those of `load_policy`."""
+    """The model to run, its parameters on the devices, and their plan. Arguments: those of `load_policy`.
+
+    Its attention is by XLA, which runs on every device, whatever the run trained with.
+    """
+    model = model.with_attention("auto")
     leaves = dict(checkpoint_formats.model_params(stored, model))
     if not average:
         leaves |= _not_averaged(checkpoint_formats.open_checkpoint(directory, model), model, leaves)

@@ -52,6 +52,8 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
     """Compile the step of `chosen`, with as many rows on each device, for the devices that `imitate` made."""
     tensor_devices = chosen.layout.tensor_devices
     num_devices = _stand_ins(chosen.machine.num_devices, tensor_devices)
+    # XLA for CPUs has no cuDNN.
+    experiment = dataclasses.replace(experiment, model=experiment.model.with_attention("xla"))
     experiment = dataclasses.replace(
         as_chosen(experiment, chosen),
         fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // tensor_devices),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.nn.attention import best_kind
 from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
 from openpi_train.planning.gpu import plugin
@@ -144,8 +145,7 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
     experiment.check(machine.num_devices)
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     # Attention by cuDNN is traced for the planned devices.
-    kind = machine.kind
-    with plugin.pretended(target_of(kind)) if has_target(kind) else contextlib.nullcontext():
+    with plugin.pretended(machine.kind) if machine.kind.is_known else contextlib.nullcontext():
         found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
     chosen, why = recommend(found)
     one = chosen or found[0]
@@ -187,6 +187,8 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
     ]
     if machine.num_hosts > 1:
         lines.append(f"network: {machine.network_gb_s:g} GB/s out of a host (--network-gb-s), {LINK_SHARE:.0%} reached")
+    if best_kind(experiment.model.attention_heads, dtype, kind) == "cudnn":
+        lines.append("attention by cuDNN, if a run finds it right on its devices (--model.attention auto)")
     if sharding.tensor_devices > 1:
         lines.append("what tensor groups sum: counted in the traced step")
     if sharding.offload != "none":

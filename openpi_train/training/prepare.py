@@ -14,6 +14,8 @@ import jax
 import optax
 
 from openpi_train.experiment import Experiment
+from openpi_train.nn.attention import best_kind
+from openpi_train.nn.attention_check import flash_problem
 from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
@@ -32,6 +34,7 @@ from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, r
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
@@ -118,8 +121,9 @@ def prepare(experiment: Experiment, examined: Examined, batch_spec: BatchSpec | 
 
     Raises DoesNotFit if a host has too little memory for the offloaded state.
     """
-    sharding, layout = experiment.sharding, examined.layout
-    chosen = choose(experiment, layout, this_machine(examined.total_bytes), batch_spec)
+    sharding, layout, machine = experiment.sharding, examined.layout, this_machine(examined.total_bytes)
+    experiment = with_checked_attention(experiment, machine)
+    chosen = choose(experiment, layout, machine, batch_spec)
     if (whole := chosen.layout.uncut_share) >= _NOTABLE:
         devices = chosen.layout.fsdp_devices
         power_of_two = devices & -devices  # models' dims are powers of two, or few times one
@@ -142,6 +146,25 @@ def prepare(experiment: Experiment, examined: Examined, batch_spec: BatchSpec | 
         forecast=chosen,
         available_bytes=examined.available_bytes,
     )
+
+
+def with_checked_attention(experiment: Experiment, machine: Machine) -> Experiment:
+    """The experiment, with attention by XLA if cuDNN's, which `auto` means there, is wrong on any process's device.
+
+    Every process must call it.
+    """
+    model = experiment.model
+    heads, dtype = model.attention_heads, model.compute_dtype
+    if best_kind(heads, dtype, machine.kind) == "xla":
+        return experiment
+    with phase("checking cuDNN's attention", abandonable=True):
+        problems = agree.gather("cuDNN's attention", flash_problem(heads, dtype))
+    for process, problem in enumerate(problems):
+        if problem is not None:
+            logger.warning("attention by XLA, as cuDNN's is not right on process %d: %s", process, problem)
+            return dataclasses.replace(experiment, model=model.with_attention("xla"))
+    logger.info("attention by cuDNN: its outputs and gradients are right on these devices")
+    return experiment
 
 
 def prepare_without_data(experiment: Experiment, world: World) -> Prepared:

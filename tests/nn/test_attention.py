@@ -8,8 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.nn.attention import attend, block_mask, cudnn_problem, rotary_angles, rotate, uses_cudnn
+from openpi_train.nn.attention import (
+    attend,
+    block_mask,
+    cudnn_problem,
+    flash_attend,
+    rotary_angles,
+    rotate,
+    uses_cudnn,
+)
+from openpi_train.planning.gpu import plugin
 from openpi_train.planning.jaxprs import bodies
+from openpi_train.planning.kinds import find_kind
 from openpi_train.runtime.exits import UsageError
 
 
@@ -195,6 +205,24 @@ def test_on_a_cpu_auto_is_xla_and_cudnn_is_refused():
     assert not uses_cudnn("xla", 64, jnp.bfloat16)
     with pytest.raises(UsageError, match=r"--model\.attention cudnn.*NVIDIA GPU.*auto or xla"):
         uses_cudnn("cudnn", 64, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("queries", "used"), [(1, False), (2, True)])
+def test_a_single_query_is_xla_s_in_any_case(queries, used):
+    """Decoding would else pad keys and values for every token."""
+    query, key = jnp.ones((1, queries, 2, 64), jnp.bfloat16), jnp.ones((1, 5, 1, 64), jnp.bfloat16)
+    with plugin.pretended(find_kind("h100")):
+        program = jax.make_jaxpr(lambda *x: attend(*x, jnp.ones((1, queries, 5), bool), "cudnn"))(query, key, key)
+    assert ("dot_product_attention" in str(program)) == used
+
+
+@pytest.mark.parametrize(("tokens", "of_kernel"), [(10, 10), (9, 16)])
+def test_an_odd_number_of_tokens_is_padded_for_cudnn(tokens, of_kernel):
+    x = jnp.ones((1, tokens, 2, 64), jnp.bfloat16)
+    with plugin.pretended(find_kind("h100")):
+        program = jax.make_jaxpr(lambda x: flash_attend(x, x, x, None))(x)
+    assert f"bf16[1,{of_kernel},2,64]" in str(program) and program.out_avals[0].shape == x.shape
+    assert (f"bool[1,1,{of_kernel},{of_kernel}]" in str(program)) == (tokens != of_kernel)
 
 
 def test_a_rotation_multiplies_complex_numbers_of_first_and_second_half():

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,3 +174,10 @@ def test_another_tokenizer_than_the_runs_is_refused(run, tmp_path):
     train_tokenizer(["pick up the cup"] * 3, tmp_path / "other.model", 300)
     with pytest.raises(CheckpointError, match=r"--data.tokenizer has .*the same words would give other tokens"):
         load_policy(run.directory, tokenizer=str(tmp_path / "other.model"))
+
+
+def test_a_run_that_trained_with_cudnn_s_attention_is_served_where_there_is_none(run):
+    stored, experiment = restore.open_run(run.directory)
+    trained = experiment.model.with_attention("cudnn")
+    options: dict[str, Any] = {"average": True, "dtype": None, "merge_lora": False, "devices": jax.devices()[:1]}
+    assert restore.restored(trained, stored, str(run.directory), **options)[0] == trained.with_attention("auto")

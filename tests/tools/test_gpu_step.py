@@ -324,3 +324,17 @@ def test_an_unrolled_step_multiplies_and_sends_as_much_in_fewer_kernels():
     assert unrolled["flops"] == pytest.approx(looped["flops"], rel=0.01)
     assert unrolled["sent_bytes"] == pytest.approx(looped["sent_bytes"], rel=0.01)
     assert unrolled["kernels"] < looped["kernels"] and unrolled["moved_bytes"] < looped["moved_bytes"]
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "flags", "expected"),
+    [("h100", (), True), ("h100", ("--model.attention", "xla"), False), ("a100", (), False)],
+)
+def test_a_step_has_the_attention_that_a_run_on_such_a_device_has(kind, flags, expected, tmp_path):
+    dump = tmp_path / "step.hlo"
+    given = ("--devices", "2", "--device-kind", kind, "--model.dtype", "bfloat16", "--dump", str(dump))
+    done = openpi_train("compile", "debug", *given, *flags)
+    assert done.returncode == DONE, done.stderr
+    assert ("__cudnn$fmha" in dump.read_text()) == expected

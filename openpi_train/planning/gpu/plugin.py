@@ -11,6 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from openpi_train.planning.gpu.targets import CUDNN, GpuTarget
+from openpi_train.planning.kinds import DeviceKind
 from openpi_train.runtime import xla
 from openpi_train.runtime.exits import UsageError
 
@@ -74,7 +75,7 @@ def devices(target: GpuTarget, memory_bytes: int, num_devices: int, num_hosts: i
 
 
 @contextlib.contextmanager
-def pretended(target: GpuTarget) -> Iterator[None]:
+def pretended(target: GpuTarget | DeviceKind) -> Iterator[None]:
     """What jax and the models ask of the local GPU while they trace a program is answered for `target`.
 
     A jax that has none of these functions asks in another way, which is not answered.

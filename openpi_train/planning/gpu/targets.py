@@ -5,6 +5,7 @@ and bandwidth what its scheduler believes that fits and how long a kernel takes.
 """
 
 import dataclasses
+from typing import Any
 
 from openpi_train.planning.kinds import DeviceKind, find_kind
 from openpi_train.runtime.exits import UsageError
@@ -20,7 +21,6 @@ class GpuTarget:
 
     kind: str
     device_kind: str
-    compute_capability: str
     num_cores: int
     lanes_per_core: int
     threads_per_core: int
@@ -31,6 +31,11 @@ class GpuTarget:
     source: str
     platform: str = "cuda"
     """As a jax device has it: `nn/attention.py` asks such a device."""
+
+    @property
+    def compute_capability(self) -> str:
+        """As `kinds.py` has it."""
+        return find_kind(self.kind).compute_capability
 
     @property
     def bandwidth(self) -> float:
@@ -78,15 +83,13 @@ def _sxm(name: str) -> str:
 
 # Ada (8.9) has no file there: the figures are those of its architecture, its shared memory by the CUDA C++ Programming
 # Guide.
-_ADA = {
-    "compute_capability": "8.9",
+_ADA: dict[str, Any] = {
     "lanes_per_core": 128,
     "threads_per_core": 1536,
     "shared_bytes": 100 * 1024,
     "block_shared_bytes": 99 * 1024,
 }
 _AMPERE = {
-    "compute_capability": "8.0",
     "num_cores": 108,
     "lanes_per_core": 64,
     "threads_per_core": 2048,
@@ -96,7 +99,6 @@ _AMPERE = {
     "clock_ghz": 1.41,
 }
 _HOPPER = {
-    "compute_capability": "9.0",
     "num_cores": 132,
     "lanes_per_core": 128,
     "threads_per_core": 2048,
@@ -111,7 +113,7 @@ TARGETS = (
         kind="b200",
         device_kind="NVIDIA B200",
         source=_sxm("b200"),
-        **{**_HOPPER, "compute_capability": "10.0", "num_cores": 148, "cache_bytes": 132644864, "clock_ghz": 1.965},
+        **{**_HOPPER, "num_cores": 148, "cache_bytes": 132644864, "clock_ghz": 1.965},
     ),
     GpuTarget(kind="h200", device_kind="NVIDIA H200", source=_sxm("h200"), **_HOPPER),
     GpuTarget(kind="h100", device_kind="NVIDIA H100 80GB HBM3", source=_sxm("h100_sxm"), **_HOPPER),

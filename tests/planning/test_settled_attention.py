@@ -1,0 +1,126 @@
+"""What `--model.attention auto` means for a run: by kind of device, by heads, and by what its devices compute."""
+
+import dataclasses
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+from openpi_train import registry
+from openpi_train.nn import attention, siglip
+from openpi_train.nn.attention import Heads
+from openpi_train.planning.choose import settled
+from openpi_train.planning.forecast import Machine
+from openpi_train.planning.gpu import plugin
+from openpi_train.planning.kinds import UNKNOWN, find_kind
+from openpi_train.planning.memory import GIB
+from openpi_train.sharding.mesh import planned_mesh
+from openpi_train.sharding.strategy import Plan
+from openpi_train.training import prepare
+
+
+def machine(kind: str | None) -> Machine:
+    return Machine(kind=find_kind(kind) if kind else UNKNOWN, num_devices=1, num_hosts=1, available_bytes=int(64 * GIB))
+
+
+def typed(model, dtype: str):
+    """The model, of whatever parts, computing in `dtype`."""
+    part = next((name for name in ("policy", "language") if hasattr(getattr(model, name, None), "dtype")), None)
+    if part is None:
+        return dataclasses.replace(model, dtype=dtype)
+    return dataclasses.replace(model, **{part: typed(getattr(model, part), dtype)})
+
+
+def experiment(name: str, dtype: str = "bfloat16", kind: attention.Attention = "auto"):
+    one = registry.load(name)
+    return dataclasses.replace(one, model=typed(one.model, dtype).with_attention(kind))
+
+
+def chosen(name: str, device: str | None, dtype: str = "bfloat16", kind: attention.Attention = "auto") -> str:
+    model = settled(experiment(name, dtype, kind), machine(device)).model
+    return next(kind for kind in ("auto", "xla", "cudnn") if model == model.with_attention(kind))
+
+
+# A tiny experiment of each family; those of reward models and of a policy with a reference have a model within.
+NAMES = (
+    "debug",
+    "pi05_insulated_tiny",
+    "pi0_fast_tiny",
+    "paligemma_tiny",
+    "tabletop_smolvla",
+    "arithmetic_sft",
+    "arithmetic_reward",
+    "arithmetic_dpo",
+    "arithmetic_ppo",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hopper_has_cudnn_s_if_all_heads_are_known_to_it(name):
+    assert [chosen(name, kind) for kind in ("h100", "h200", "gh200")] == ["cudnn"] * 3
+    assert [chosen(name, kind) for kind in ("a100", "b200", "rtx4090", None)] == ["xla"] * 4
+    assert chosen(name, "h100", "float32") == "xla"
+    assert chosen(name, "h100", kind="xla") == "xla" and chosen(name, None, kind="cudnn") == "cudnn"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_heads_are_those_of_which_the_program_asks(name, monkeypatch):
+    asked = set()
+
+    def asks(kind, head_dim, dtype):
+        asked.add(head_dim)
+        return False
+
+    one = experiment(name)
+    for module in (attention, siglip):
+        monkeypatch.setattr(module, "uses_cudnn", asks)
+    layout = prepare.whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    prepare.traced_gradient(one, layout)
+    assert asked == {heads.width for heads in one.model.attention_heads}
+
+
+def test_what_cudnn_cannot_compute_stays_with_xla():
+    language = registry.load("arithmetic_sft").model
+    capped = dataclasses.replace(language.sizes, attention_cap=50.0)
+    odd = dataclasses.replace(language.sizes, head_dim=4)
+    for sizes, kind in ((capped, "auto"), (odd, "xla")):
+        one = dataclasses.replace(
+            registry.load("arithmetic_sft"), model=dataclasses.replace(language, sizes=sizes, dtype="bfloat16")
+        )
+        assert settled(one, machine("h100")).model.attention == kind
+    assert chosen("tabletop_act", "h100") == "auto"  # it drops weights
+    assert attention.best_kind([Heads(8, 1, 256), Heads(16, 16, 72)], jnp.bfloat16, find_kind("h100")) == "cudnn"
+    assert attention.best_kind([Heads(8, 1, 256), Heads(2, 2, 20)], jnp.bfloat16, find_kind("h100")) == "xla"
+
+
+def test_a_plan_forecasts_the_program_that_a_run_there_has():
+    one = experiment("debug")
+    layout = prepare.whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+
+    def activations(kind: str, way: attention.Attention) -> float:
+        with plugin.pretended(find_kind(kind)):
+            given = dataclasses.replace(one, model=one.model.with_attention(way))
+            [found] = prepare.forecasts(given, layout, machine(kind), [1])
+        return found.policy.activation_bytes_per_row
+
+    assert activations("h100", "auto") == activations("h100", "cudnn") != activations("h100", "xla")
+    assert activations("a100", "auto") == activations("a100", "xla")
+
+
+@pytest.mark.parametrize(("problems", "found"), [([None, None], "auto"), ([None, "no engine"], "xla")])
+def test_a_run_has_xla_s_on_all_processes_if_one_finds_cudnn_s_wrong(problems, found, monkeypatch, caplog):
+    one, asked = experiment("debug"), []
+    monkeypatch.setattr(prepare, "flash_problem", lambda heads, dtype: asked.append((heads, dtype)) or problems[0])
+    monkeypatch.setattr(prepare.agree, "gather", lambda name, value: [value, *problems[1:]])
+    with caplog.at_level(logging.INFO):
+        assert prepare.with_checked_attention(one, machine("h100")).model.attention == found
+    assert asked == [(one.model.attention_heads, one.model.compute_dtype)]
+    said = "cuDNN's is not right on process 1: no engine" if found == "xla" else "attention by cuDNN: its outputs"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(("device", "kind"), [("a100", "auto"), (None, "auto"), ("h100", "cudnn"), ("h100", "xla")])
+def test_nothing_is_checked_where_auto_is_xla_s_or_the_flag_says_which(device, kind, monkeypatch):
+    monkeypatch.setattr(prepare, "flash_problem", lambda *_: pytest.fail("it was checked"))
+    one = experiment("debug", kind=kind)
+    assert prepare.with_checked_attention(one, machine(device)) is one
