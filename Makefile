@@ -100,7 +100,7 @@ dist:
 # The tables go to the terminal, all figures to $(GPU)/gpu_compile.json. It takes two cores more than an hour; GPU_SETS=attention
 # takes six minutes. GPU_SETS=flags compares XLA's flags, GPU_SETS=loops other models' layers in a loop and unrolled.
 GPU := .venv-gpu
-GPU_SETS ?= openpi families strategies attention programs sampling layers
+GPU_SETS ?= openpi families tight strategies attention programs sampling layers
 GPU_COMPILATIONS ?= $(shell nproc)
 gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
@@ -126,7 +126,7 @@ gpu:
 
 # Products in full float32, as the reference was computed.
 gpu-tests:
-	JAX_PLATFORMS=cuda XLA_FLAGS= JAX_DEFAULT_MATMUL_PRECISION=highest $(PIECE) $(GPU_PYTHON) -m pytest --tb=short tests/nn/test_attention.py tests/golden
+	JAX_PLATFORMS=cuda XLA_FLAGS= JAX_DEFAULT_MATMUL_PRECISION=highest $(PIECE) $(GPU_PYTHON) -m pytest --tb=short tests/nn/test_attention.py tests/nn/test_attention_check.py tests/golden
 
 gpu-steps:
 	$(PIECE) $(GPU_PYTHON) -m benchmarks gpu_steps --details $(GPU_OUT)/steps --traced 5 --json $(GPU_OUT)/steps.json

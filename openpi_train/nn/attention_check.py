@@ -35,7 +35,7 @@ def flash_problem(heads: Sequence[Heads], dtype: Any, form: AttentionForm = flas
                 with jax.default_matmul_precision("highest"):
                     expected = results(formula, one, jnp.float32, masked=masked)
                 found = distances(results(form, one, dtype, masked=masked), expected)
-                if not max(found) < TOLERANCE:  # NaN is none
+                if not all(share < TOLERANCE for share in found):  # nor is NaN
                     shares = ", ".join(f"{share:.2g}" for share in found)
                     return (
                         f"for {one.queries} heads of {one.width} outputs and gradients are off by {shares} of their "

@@ -51,8 +51,8 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
 def settled(experiment: Experiment, machine: Machine) -> Experiment:
     """The experiment with what `--unroll-layers auto` and `--model.attention auto` mean on these devices.
 
-    All in the table of kinds are GPUs. In tensor groups XLA keeps what unrolled layers should compute again (jaxlib
-    0.10.2).
+    All in the table of kinds are GPUs. In tensor groups XLA keeps what unrolled layers should compute again with `full`
+    (jaxlib 0.10.2).
     """
     unrolled, model = experiment.unroll_layers, experiment.model
     if unrolled == "auto":

@@ -239,15 +239,19 @@ def forecasts(
     accumulations: list[int],
     batch_spec: BatchSpec | None = None,
 ) -> list[Forecast]:
-    """Forecasts for every strategy and rematerialisation policy that the flags allow."""
+    """Forecasts for every strategy and rematerialisation policy that the flags allow.
+
+    Raises UsageError if they allow only what XLA keeps in memory (`_open_policies`).
+    """
     experiment = settled(experiment, machine)
+    names = _open_policies(experiment)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
     of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
     activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
     trace = functools.partial(policy_costs, experiment, layout, batch_spec, activation_bytes)
     gather = any(cost.fsdp_devices > 1 for cost in costs)
-    policies = {gather: trace(gathers=gather)}
+    policies = {gather: trace(gathers=gather, names=names)}
     if gather and not all(cost.fsdp_devices > 1 for cost in costs):
         others = [one for one in policies[True] if one.remat != "none"]
         policies[False] = [*trace(gathers=False, names=("none",)), *others]
@@ -256,6 +260,24 @@ def forecasts(
         for cost in costs
         for policy in policies[cost.fsdp_devices > 1]
     ]
+
+
+def _open_policies(experiment: Experiment) -> list[str | None]:
+    """The rematerialisation policies that the flags leave open, least recomputation first.
+
+    Not `full` for unrolled layers in tensor groups. There the gradients of wide weights, which differ within a group,
+    cannot hold up that of the layer's input, which does not (`nn/layers.py: _together`): XLA puts them off, and keeps
+    what they read of all layers. Raises UsageError if nothing else is left open.
+    """
+    names, size = list(experiment.model.remat_choices()), experiment.sharding.tensor_devices
+    if size == 1 or experiment.unroll_layers is not True:
+        return names
+    if others := [name for name in names if name != "full"]:
+        return others
+    raise UsageError(
+        f"--unroll-layers True with --sharding.tensor-devices {size} and remat full: XLA would keep of every layer "
+        "what it should compute again. Leave --unroll-layers at auto (a loop there), or take another --model.remat"
+    )
 
 
 def layout_costs(

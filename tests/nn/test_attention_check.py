@@ -13,12 +13,10 @@ from openpi_train.nn.attention_check import distances, flash_problem, formula, r
 HEADS = [Heads(2, 2, 72), Heads(4, 1, 256), Heads(4, 2, 64), Heads(3, 1, 64)]
 
 
-@jax.custom_vjp
-def half_gradient(x):
-    return x
-
-
-half_gradient.defvjp(lambda x: (x, None), lambda _, gradient: (gradient / 2,))
+def with_gradient_times(factor):
+    one = jax.custom_vjp(lambda x: x)
+    one.defvjp(lambda x: (x, None), lambda _, gradient: (factor * gradient,))
+    return one
 
 
 def by_mask(change):
@@ -33,7 +31,8 @@ WRONG = {
     "mask": by_mask(jnp.ones_like),
     "last-key": by_mask(lambda mask: mask.at[:, :, -8:].set(False)),
     "heads": lambda q, k, v, mask: formula(q, jnp.roll(k, 1, axis=2), jnp.roll(v, 1, axis=2), mask),
-    "gradient-of-keys": lambda q, k, v, mask: formula(q, half_gradient(k), v, mask),
+    "gradient-of-keys": lambda q, k, v, mask: formula(q, with_gradient_times(0.5)(k), v, mask),
+    "nan-in-a-gradient": lambda q, k, v, mask: formula(q, with_gradient_times(jnp.nan)(k), v, mask),
     "nan": lambda q, k, v, mask: formula(q, k, v, mask).at[1, 100].set(jnp.nan),
 }
 
