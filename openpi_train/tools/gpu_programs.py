@@ -19,6 +19,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
 from openpi_train.nn.params import module_params
+from openpi_train.planning.choose import settled
 from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
@@ -54,7 +55,7 @@ def lowered(
     if program == "sampling":
         return None, _sampling(experiment, devices, cameras)
     if program in ("reading", "decoding"):
-        generator = _generator(experiment, devices)
+        generator = _generator(settled(experiment, machine), devices)
         return None, generator.reading() if program == "reading" else generator.decoding()
     training = Training.of(experiment, machine, devices, cameras)
     with jax.set_mesh(training.trainer.plan.real_mesh):
