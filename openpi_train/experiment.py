@@ -235,6 +235,12 @@ class Experiment:
     def _check_devices(self, num_devices: int) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
         problems = self.model.check_tensor(tensor_devices)
+        if tensor_devices > 1 and self.unroll_layers is True and set(self.model.remat_choices()) == {"full"}:
+            problems.append(
+                f"--unroll-layers True with --sharding.tensor-devices {tensor_devices} and remat full: XLA would keep "
+                "of every layer what it should compute again. Leave --unroll-layers at auto (a loop there), or take "
+                "another --model.remat"
+            )
         if problem := does_not_divide(num_devices, tensor_devices, self.fsdp_devices or 1):
             problems.append(problem)
         return problems

@@ -108,6 +108,7 @@ def num_values(leaves: Mapping[str, StoredLeaf]) -> int:
 
 
 def _outputs(probe: Callable[[Any, Any], jax.Array], model: ModelConfig, params: Leaves, batch: Any) -> jax.Array:
+    model = model.with_attention("auto")  # which every device has
     graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
     arrays = {path: jnp.asarray(leaf.whole(), jnp.float32) for path, leaf in params.items()}
     return jax.jit(lambda arrays, batch: probe(merge_module(graphdef, arrays), batch))(arrays, batch)

@@ -84,6 +84,10 @@ class AccompaniedConfig(ModelConfig, abc.ABC):
         return {name: dataclasses.replace(self, policy=policy) for name, policy in choices}
 
     @property
+    def attention_kind(self) -> Attention:
+        return self.policy.attention
+
+    @property
     def attention_heads(self) -> Sequence[Heads]:
         return self.policy.attention_heads
 

@@ -62,6 +62,10 @@ class TransformerConfig(ComputeConfig):
         return ()
 
     @property
+    def attention_kind(self) -> Attention:
+        return self.attention
+
+    @property
     def attention_heads(self) -> Sequence[Heads]:
         return self.heads if self.attention == "auto" else ()
 

@@ -87,6 +87,11 @@ class ModelConfig(abc.ABC):
         return {None: self}
 
     @property
+    def attention_kind(self) -> Attention | None:
+        """Who computes its attention (default: it has none, or no choice)."""
+        return None
+
+    @property
     def attention_heads(self) -> Sequence[Heads]:
         """The heads of all its attention, if it is left open who computes it (default: it is not)."""
         return ()

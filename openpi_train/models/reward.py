@@ -92,6 +92,10 @@ class RewardConfig(ModelConfig):
         return {name: dataclasses.replace(self, language=language) for name, language in choices}
 
     @property
+    def attention_kind(self) -> Attention:
+        return self.language.attention
+
+    @property
     def attention_heads(self) -> Sequence[Heads]:
         return self.language.attention_heads
 

@@ -28,6 +28,13 @@ class Heads(NamedTuple):
     keys: int
     width: int
 
+    def of_device(self, tensor_devices: int) -> "Heads":
+        """Those that one device of a tensor group computes (`shard.py: own_heads`)."""
+        queries = self.queries // tensor_devices
+        if self.keys % tensor_devices == 0:
+            return self._replace(queries=queries, keys=self.keys // tensor_devices)
+        return self._replace(queries=queries, keys=1 if self.keys == 1 else queries)
+
 
 # Gives weight zero, without the NaN of -inf in a fully masked row (padding). Gemma's own constant.
 _MASKED = -2.3819763e38
@@ -244,8 +251,8 @@ def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
 
 
 def best_kind(heads: Collection[Heads], dtype: Any, device: Any) -> AttentionKind:
-    """Who computes attention in training on `device` if `auto` leaves it open: cuDNN where it was seen to be faster,
-    on Hopper (docs/benchmarks.md, "One H200"), and where it can compute all these heads; else XLA."""
+    """Who computes attention in training on `device` if `auto` leaves it open: cuDNN on Hopper, where full pi0 was seen
+    to train faster by it (docs/benchmarks.md, "One H200"), if it can compute all these heads; else XLA."""
     if not heads or not str(getattr(device, "compute_capability", "")).startswith("9."):
         return "xla"
     return "xla" if any(cudnn_problem(one.width, dtype, device) for one in heads) else "cudnn"

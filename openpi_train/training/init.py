@@ -45,7 +45,7 @@ class StateLayout:
         return dataclasses.replace(self, shardings=shardings)
 
     def of(self, model: ModelConfig) -> "StateLayout":
-        """The same state, of a model that differs from this one in its rematerialisation policy alone."""
+        """The same state, of a model that differs from this one in `remat` and `attention` alone."""
         if model == self.model:
             return self
         return dataclasses.replace(self, model=model, graphdef=trained_graph(model, self.shapes.params))

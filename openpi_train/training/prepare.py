@@ -68,7 +68,11 @@ class Prepared:
 
     def as_json(self) -> dict[str, Any]:
         """The forecast, for `plan.json`."""
-        return {**self.forecast.as_json(), "available_bytes_per_device": self.available_bytes}
+        return {
+            **self.forecast.as_json(),
+            "attention": self.experiment.model.attention_kind,
+            "available_bytes_per_device": self.available_bytes,
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,9 +125,8 @@ def prepare(experiment: Experiment, examined: Examined, batch_spec: BatchSpec | 
 
     Raises DoesNotFit if a host has too little memory for the offloaded state.
     """
-    sharding, layout, machine = experiment.sharding, examined.layout, this_machine(examined.total_bytes)
-    experiment = with_checked_attention(experiment, machine)
-    chosen = choose(experiment, layout, machine, batch_spec)
+    sharding, layout = experiment.sharding, examined.layout
+    chosen = choose(experiment, layout, this_machine(examined.total_bytes), batch_spec)
     if (whole := chosen.layout.uncut_share) >= _NOTABLE:
         devices = chosen.layout.fsdp_devices
         power_of_two = devices & -devices  # models' dims are powers of two, or few times one
@@ -148,15 +151,16 @@ def prepare(experiment: Experiment, examined: Examined, batch_spec: BatchSpec | 
     )
 
 
-def with_checked_attention(experiment: Experiment, machine: Machine) -> Experiment:
-    """The experiment, with attention by XLA if cuDNN's, which `auto` means there, is wrong on any process's device.
+def with_checked_attention(experiment: Experiment) -> Experiment:
+    """The experiment, with attention by XLA if cuDNN's, which `auto` means here, is wrong on any process's device.
 
-    Every process must call it.
+    Every process must call it, before anything that traces the model.
     """
     model = experiment.model
-    heads, dtype = model.attention_heads, model.compute_dtype
-    if best_kind(heads, dtype, machine.kind) == "xla":
+    dtype, kind = model.compute_dtype, kind_of(jax.devices()[0].device_kind)
+    if best_kind(model.attention_heads, dtype, kind) == "xla":
         return experiment
+    heads = [one.of_device(experiment.sharding.tensor_devices) for one in model.attention_heads]
     with phase("checking cuDNN's attention", abandonable=True):
         problems = agree.gather("cuDNN's attention", flash_problem(heads, dtype))
     for process, problem in enumerate(problems):
@@ -169,7 +173,8 @@ def with_checked_attention(experiment: Experiment, machine: Machine) -> Experime
 
 def prepare_without_data(experiment: Experiment, world: World) -> Prepared:
     """The run as it would be with rows as long as the model's config allows. Raises as `examine` and `prepare`."""
-    return prepare(experiment, examine(experiment, world))
+    examined = examine(experiment, world)
+    return prepare(with_checked_attention(experiment), examined)
 
 
 def whole_layout(experiment: Experiment, whole: Plan) -> StateLayout:
@@ -239,10 +244,7 @@ def forecasts(
     accumulations: list[int],
     batch_spec: BatchSpec | None = None,
 ) -> list[Forecast]:
-    """Forecasts for every strategy and rematerialisation policy that the flags allow.
-
-    Raises UsageError if they allow only what XLA keeps in memory (`_open_policies`).
-    """
+    """Forecasts for every strategy and rematerialisation policy that the flags allow."""
     experiment = settled(experiment, machine)
     names = _open_policies(experiment)
     practice = traced_practice(experiment, layout, batch_spec)
@@ -265,19 +267,12 @@ def forecasts(
 def _open_policies(experiment: Experiment) -> list[str | None]:
     """The rematerialisation policies that the flags leave open, least recomputation first.
 
-    Not `full` for unrolled layers in tensor groups. There the gradients of wide weights, which differ within a group,
-    cannot hold up that of the layer's input, which does not (`nn/layers.py: _together`): XLA puts them off, and keeps
-    what they read of all layers. Raises UsageError if nothing else is left open.
+    Not `full` for unrolled layers in tensor groups, which `Experiment.check` refuses, too. There the gradients of wide
+    weights, which differ within a group, cannot hold up that of the layer's input, which does not (`nn/layers.py:
+    _together`): XLA puts them off, and keeps what they read of all layers.
     """
-    names, size = list(experiment.model.remat_choices()), experiment.sharding.tensor_devices
-    if size == 1 or experiment.unroll_layers is not True:
-        return names
-    if others := [name for name in names if name != "full"]:
-        return others
-    raise UsageError(
-        f"--unroll-layers True with --sharding.tensor-devices {size} and remat full: XLA would keep of every layer "
-        "what it should compute again. Leave --unroll-layers at auto (a loop there), or take another --model.remat"
-    )
+    keeps = experiment.sharding.tensor_devices > 1 and experiment.unroll_layers is True
+    return [name for name in experiment.model.remat_choices() if not (keeps and name == "full")]
 
 
 def layout_costs(

@@ -18,7 +18,7 @@ from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
-from openpi_train.training.prepare import Prepared, examine, prepare, require_state
+from openpi_train.training.prepare import Prepared, examine, prepare, require_state, with_checked_attention
 from openpi_train.training.rundir import check_run, devices_at_first
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def settle(given: Experiment, world: World) -> Settled:
     for line in lines:
         logger.info("%s", line)
     examined = examine(experiment, world)
+    experiment = with_checked_attention(experiment)
     require_state(experiment, examined)
     check_run(given)
     data = open_in_turn(experiment)

@@ -200,6 +200,7 @@ def test_cudnn_is_used_where_it_can_train(platform, capability, head_dim, dtype,
     assert found is None if problem is None else problem in found
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about devices without cuDNN")
 def test_on_a_cpu_auto_is_xla_and_cudnn_is_refused():
     assert not uses_cudnn("auto", 64, jnp.bfloat16)
     assert not uses_cudnn("xla", 64, jnp.bfloat16)

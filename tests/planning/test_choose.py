@@ -185,10 +185,11 @@ def test_unrolled_layers_of_tensor_groups_are_never_computed_again_as_a_whole():
 
     assert found("auto", 1) == ["none", "products", "dots", "attention", "full"]
     assert found("auto", 2) == ["none", "products", "dots", "attention"] and found("dots", 2) == ["dots"]
-    with pytest.raises(
-        UsageError, match=r"--sharding.tensor-devices 2 and remat full: .*Leave --unroll-layers at auto"
-    ):
-        found("full", 2)
+    sharding = dataclasses.replace(debug.sharding, tensor_devices=2)
+    refused = dataclasses.replace(debug, exp_name="x", model=dataclasses.replace(AUTO, remat="full"), sharding=sharding)
+    refused.check(2)
+    with pytest.raises(UsageError, match=r"tensor-devices 2 and remat full: .*Leave --unroll-layers at auto"):
+        dataclasses.replace(refused, unroll_layers=True).check(2)
 
 
 def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_says_why(caplog):

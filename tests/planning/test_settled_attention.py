@@ -63,20 +63,28 @@ def test_hopper_has_cudnn_s_if_all_heads_are_known_to_it(name):
     assert chosen(name, "h100", kind="xla") == "xla" and chosen(name, None, kind="cudnn") == "cudnn"
 
 
+@pytest.mark.parametrize("tensor_devices", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_heads_are_those_of_which_the_program_asks(name, monkeypatch):
-    asked = set()
+def test_the_heads_are_those_that_cudnn_gets(name, tensor_devices, monkeypatch):
+    one, seen = experiment(name, kind="cudnn"), set()
+    if problem := one.model.check_tensor(tensor_devices):
+        pytest.skip(problem[0])
+    one = dataclasses.replace(one, sharding=dataclasses.replace(one.sharding, tensor_devices=tensor_devices))
 
-    def asks(kind, head_dim, dtype):
-        asked.add(head_dim)
-        return False
-
-    one = experiment(name)
-    for module in (attention, siglip):
-        monkeypatch.setattr(module, "uses_cudnn", asks)
+    forms = [(attention, attention.flash_attend), (siglip, siglip.flash_attend)]
     layout = prepare.whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
-    prepare.traced_gradient(one, layout)
-    assert asked == {heads.width for heads in one.model.attention_heads}
+    for module, form in forms:
+
+        def spied(query, key, value, mask, scale=None, form=form):
+            seen.add((Heads(query.shape[2], key.shape[2], query.shape[3]), query.dtype))
+            return form(query, key, value, mask, scale)
+
+        monkeypatch.setattr(module, "flash_attend", spied)
+    with plugin.pretended(find_kind("h100")):
+        prepare.traced_gradient(one, layout)
+    heads = experiment(name).model.attention_heads
+    assert len(heads) == (1 if name.startswith("arithmetic") else 2)
+    assert seen == {(each.of_device(tensor_devices), jnp.dtype(jnp.bfloat16)) for each in heads}
 
 
 def test_what_cudnn_cannot_compute_stays_with_xla():
@@ -112,9 +120,10 @@ def test_a_run_has_xla_s_on_all_processes_if_one_finds_cudnn_s_wrong(problems, f
     one, asked = experiment("debug"), []
     monkeypatch.setattr(prepare, "flash_problem", lambda heads, dtype: asked.append((heads, dtype)) or problems[0])
     monkeypatch.setattr(prepare.agree, "gather", lambda name, value: [value, *problems[1:]])
+    monkeypatch.setattr(prepare, "kind_of", lambda _: find_kind("h100"))
     with caplog.at_level(logging.INFO):
-        assert prepare.with_checked_attention(one, machine("h100")).model.attention == found
-    assert asked == [(one.model.attention_heads, one.model.compute_dtype)]
+        assert prepare.with_checked_attention(one).model.attention == found
+    assert asked == [(list(one.model.attention_heads), one.model.compute_dtype)]
     said = "cuDNN's is not right on process 1: no engine" if found == "xla" else "attention by cuDNN: its outputs"
     assert said in caplog.text
 
@@ -122,5 +131,6 @@ def test_a_run_has_xla_s_on_all_processes_if_one_finds_cudnn_s_wrong(problems, f
 @pytest.mark.parametrize(("device", "kind"), [("a100", "auto"), (None, "auto"), ("h100", "cudnn"), ("h100", "xla")])
 def test_nothing_is_checked_where_auto_is_xla_s_or_the_flag_says_which(device, kind, monkeypatch):
     monkeypatch.setattr(prepare, "flash_problem", lambda *_: pytest.fail("it was checked"))
+    monkeypatch.setattr(prepare, "kind_of", lambda _: find_kind(device) if device else UNKNOWN)
     one = experiment("debug", kind=kind)
-    assert prepare.with_checked_attention(one, machine(device)) is one
+    assert prepare.with_checked_attention(one) is one

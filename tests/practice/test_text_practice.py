@@ -24,6 +24,7 @@ from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.practice.rewards import reward_model
 from openpi_train.practice.rewards.text_reward import TextReward
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import DataError, UsageError
@@ -191,7 +192,7 @@ def test_prompts_that_leave_no_room_are_left_out_or_refused(make, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
-def test_completions_are_rewarded_by_a_reward_model(make, tmp_path, devices):
+def test_completions_are_rewarded_by_a_reward_model(make, tmp_path, devices, monkeypatch):
     model = RewardConfig(language=dataclasses.replace(arithmetic_grpo.model, sizes=SIZES))
     params = module_params(model.build(nnx.Rngs(0)))
     head = np.random.default_rng(0).normal(size=(1, SIZES.width)).astype(np.float32)
@@ -199,6 +200,9 @@ def test_completions_are_rewarded_by_a_reward_model(make, tmp_path, devices):
     names = parameter_names(model)
     leaves = {names[path]: in_memory(np.asarray(leaf)) for path, leaf in params.items()}
     huggingface.write(tmp_path / "model", Stored(where="memory", format="ours", params=leaves), model)
+    stored, config = reward_model._opened(f"{tmp_path}/model")
+    # Trained where there is cuDNN, which is not here.
+    monkeypatch.setattr(reward_model, "_opened", lambda _: (stored, config.with_attention("cudnn")))
     reward = TextReward(name=f"model:{tmp_path}/model")
     made = make(devices, practice=dataclasses.replace(PRACTICE, rewards=(reward,)))
     with jax.set_mesh(made.plan.real_mesh):

@@ -45,6 +45,7 @@ class ModelReward:
         run_model = policy_of(running.trainer.model)
         dtype = model.language.dtype if run_model is None else run_model[0].dtype
         model = dataclasses.replace(model, language=dataclasses.replace(model.language, remat="none", dtype=dtype))
+        model = model.with_attention("auto")  # which every device has
         graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
         devices: Any = running.trainer.devices
         self._devices = devices = dataclasses.replace(devices, graphdef=graphdef, dtype=model.compute_dtype)
