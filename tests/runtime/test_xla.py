@@ -146,9 +146,10 @@ def test_the_old_name_of_the_memory_fraction_is_translated():
     assert environ["XLA_CLIENT_MEM_FRACTION"] == "0.8" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environ
 
 
-def test_every_row_has_a_reason_and_a_source():
+def test_every_row_has_a_reason_and_a_source_and_a_flag_what_it_was_seen_to_do_by_version():
     for setting in xla.SETTINGS:
         assert setting.reason and ("docs." in setting.source or "docs/" in setting.source)
+        assert not setting.name.startswith("--") or all(version in setting.seen for version in ("0.10", "0.12"))
 
 
 @pytest.mark.parametrize(
