@@ -17,6 +17,7 @@ from openpi_train.nn.attention import (
     rotate,
     uses_cudnn,
 )
+from openpi_train.nn.attention_check import distances
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.kinds import find_kind
@@ -68,12 +69,8 @@ def with_gradients(attention, dtype, shape=(2, 27, 31, 8, 1, 64)):
     return [np.asarray(x, np.float32) for x in (seen, *gradients)]
 
 
-def errors(found, expected):
-    return [float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in zip(found, expected, strict=True)]
-
-
 def assert_close(ours, theirs, tolerance):
-    assert max(errors(ours, theirs)) < tolerance
+    assert max(distances(ours, theirs)) < tolerance
 
 
 # In bfloat16 the weights are rounded to 8 bits in both, and the queries' scale in ours only (exact for 64).
@@ -172,7 +169,7 @@ def test_cudnn_is_as_near_to_float32_as_the_formula(heads):
 
     with jax.default_matmul_precision("highest"):
         exact = by("xla", jnp.float32)
-    formula, cudnn = errors(by("xla"), exact), errors(by("cudnn"), exact)
+    formula, cudnn = distances(by("xla"), exact), distances(by("cudnn"), exact)
     print(heads, "errors of outputs and gradients of queries, keys, values: formula", formula, "cuDNN", cudnn)
     assert max(formula) < 1e-2
     assert all(x < 1.25 * y for x, y in zip(cudnn, formula, strict=True)), (formula, cudnn)
