@@ -39,7 +39,7 @@ class StubPolicy:
 @contextlib.contextmanager
 def serving(policy, *, tls=None, **options):
     """Yields the port and the server; stops it at the end, which must not take long."""
-    limits = Limits(**{"batch_wait_s": 0.2, "drain_s": 5.0, "open_s": 1.0, **options.pop("limits", {})})
+    limits = Limits(**{"batch_wait_s": 0.2, "drain_s": 5.0, "open_s": 30.0, **options.pop("limits", {})})
     listener = socket.create_server(("127.0.0.1", 0))
     started, found = threading.Event(), {}
 

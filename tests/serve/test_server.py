@@ -217,6 +217,7 @@ def test_an_idle_client_and_half_a_handshake_are_closed_in_time():
         with client(port) as connection, pytest.raises(ConnectionClosed) as closed:
             connection.recv(timeout=10)
         assert closed.value.rcvd.code == 1001
+    with serving(StubPolicy(), limits={"open_s": 0.5}) as (port, _):
         with socket.create_connection(("127.0.0.1", port)) as half:
             half.settimeout(10)
             half.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")

@@ -118,7 +118,7 @@ def rule_texts(**given):
 def serving(texts=None, *, tls=None, **options):
     """Yields a `Served`; stops it at the end, which must not take long."""
     texts = rule_texts() if texts is None else texts
-    limits = TextLimits(**{"drain_s": 5.0, "open_s": 1.0, "send_s": 5.0, **options.pop("limits", {})})
+    limits = TextLimits(**{"drain_s": 5.0, "open_s": 30.0, "send_s": 5.0, **options.pop("limits", {})})
     listener = socket.create_server(("127.0.0.1", 0))
     found = Served(listener.getsockname()[1], texts.generator)
     started = threading.Event()
