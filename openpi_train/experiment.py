@@ -232,10 +232,21 @@ class Experiment:
         """Whether every number is in the range of its field."""
         return not too_small(self)
 
+    def remat_choices(self) -> dict[str | None, "Experiment"]:
+        """The run under every rematerialisation policy that the flags leave open, by name, least recomputation first.
+
+        Unrolled layers in tensor groups have no `full`. There the gradients of wide weights, which differ within a
+        group, cannot hold up that of the layer's input, which does not (`nn/layers.py: _together`): XLA puts them off,
+        and keeps what they read of all layers.
+        """
+        keeps = self.sharding.tensor_devices > 1 and self.unroll_layers is True
+        models = self.model.remat_choices().items()
+        return {name: dataclasses.replace(self, model=one) for name, one in models if not (keeps and name == "full")}
+
     def _check_devices(self, num_devices: int) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
         problems = self.model.check_tensor(tensor_devices)
-        if tensor_devices > 1 and self.unroll_layers is True and set(self.model.remat_choices()) == {"full"}:
+        if not self.remat_choices():
             problems.append(
                 f"--unroll-layers True with --sharding.tensor-devices {tensor_devices} and remat full: XLA would keep "
                 "of every layer what it should compute again. Leave --unroll-layers at auto (a loop there), or take "

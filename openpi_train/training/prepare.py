@@ -246,14 +246,13 @@ def forecasts(
 ) -> list[Forecast]:
     """Forecasts for every strategy and rematerialisation policy that the flags allow."""
     experiment = settled(experiment, machine)
-    names = _open_policies(experiment)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
     of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
     activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
     trace = functools.partial(policy_costs, experiment, layout, batch_spec, activation_bytes)
     gather = any(cost.fsdp_devices > 1 for cost in costs)
-    policies = {gather: trace(gathers=gather, names=names)}
+    policies = {gather: trace(gathers=gather)}
     if gather and not all(cost.fsdp_devices > 1 for cost in costs):
         others = [one for one in policies[True] if one.remat != "none"]
         policies[False] = [*trace(gathers=False, names=("none",)), *others]
@@ -262,17 +261,6 @@ def forecasts(
         for cost in costs
         for policy in policies[cost.fsdp_devices > 1]
     ]
-
-
-def _open_policies(experiment: Experiment) -> list[str | None]:
-    """The rematerialisation policies that the flags leave open, least recomputation first.
-
-    Not `full` for unrolled layers in tensor groups, which `Experiment.check` refuses, too. There the gradients of wide
-    weights, which differ within a group, cannot hold up that of the layer's input, which does not (`nn/layers.py:
-    _together`): XLA puts them off, and keeps what they read of all layers.
-    """
-    keeps = experiment.sharding.tensor_devices > 1 and experiment.unroll_layers is True
-    return [name for name in experiment.model.remat_choices() if not (keeps and name == "full")]
 
 
 def layout_costs(
@@ -290,8 +278,7 @@ def traced_practice(
     if experiment.practice is None:
         return None
     # Nothing is kept for a backward pass.
-    model = next(iter(experiment.model.remat_choices().values()))
-    one = dataclasses.replace(experiment, grad_accum=1, model=model)
+    one = dataclasses.replace(next(iter(experiment.remat_choices().values())), grad_accum=1)
     whole = planned(one, "replicated", 1, one.sharding.tensor_devices)
     trainer = make_trainer(one, state.of(one.model), whole)
     batch = batch_spec(ROWS) if batch_spec else one.batch_spec(ROWS)
@@ -312,14 +299,10 @@ def policy_costs(
 
     `gathers`: on devices that gather layers, which store less with `none` if they are unrolled.
     """
-    open_policies = {
-        name: dataclasses.replace(experiment, model=model)
-        for name, model in experiment.model.remat_choices().items()
-        if names is None or name in names
-    }
     return [
         cost(name, traced_gradient(one, state, batch_spec, gathers=gathers), activation_bytes)
-        for name, one in open_policies.items()
+        for name, one in experiment.remat_choices().items()
+        if names is None or name in names
     ]
 
 
@@ -354,7 +337,7 @@ def traced_gradient(
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
     """The experiment with the rematerialisation policy of `chosen`, and layers unrolled or not as on its devices."""
     experiment = settled(experiment, chosen.machine)
-    return dataclasses.replace(experiment, model=experiment.model.remat_choices()[chosen.policy.remat])
+    return experiment.remat_choices()[chosen.policy.remat]
 
 
 def make_plan(experiment: Experiment, strategy: Strategy, fsdp_devices: int) -> Plan:
