@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
+from benchmarks import gpu_openpi
 from benchmarks.report import ROOT, Cell, Table
 from openpi_train.nn.remat import Remat
 from openpi_train.planning.gpu import plugin
@@ -34,8 +36,8 @@ class Case:
     devices: int = 8
     hosts: int = 1
     xla: str = ""
-    # Whether the step does openpi's work (`reference.py`).
-    is_reference: bool = False
+    # Ours, ours doing openpi's work (`reference.py`), or openpi's own (`gpu_openpi.py`).
+    whose: Literal["ours", "reference", "openpi"] = "ours"
 
 
 # Sizes of Qwen2.5-7B, as in its config.json.
@@ -133,7 +135,7 @@ SETS = {
     # openpi's work, and beside it ours. openpi always pads to three cameras and 48 tokens; 24 tokens hold the prompts
     # of BridgeData's sample. The last four steps have 4 rows a device.
     "openpi": [
-        Case(_PI0, f"{_ZERO3} --model.remat full", is_reference=True),
+        Case(_PI0, f"{_ZERO3} --model.remat full", whose="reference"),
         *(
             Case(
                 _PI0,
@@ -242,6 +244,8 @@ SETS = {
         *(Case("tabletop_dp_rloo", memory, devices=1) for memory in ("", "--device-gib 0.55")),
     ],
 }
+OPENPIS_OWN = Case(_PI0, whose="openpi")
+_SAID = {"reference": ", openpi's work", "openpi": "openpi's own step"}
 QUICK = [Case("debug", "--model.remat full", devices=1)]
 
 
@@ -251,6 +255,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=["attention"], help="which steps to compile")
     parser.add_argument("--device-kind", default="h100")
     parser.add_argument("--processes", type=int, default=1, help="compile so many steps at a time (5 GB each)")
+    text = (
+        "a checkout of openpi, whose own step begins the set openpi; its packages are installed into the user's cache"
+    )
+    parser.add_argument("--openpi", type=Path, metavar="CHECKOUT", help=f"{text} (4 GB)")
+    parser.add_argument("--peer-python", type=Path, help="Python of an environment that has openpi's packages")
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
     return parser.parse_args(argv)
 
@@ -261,6 +270,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     named = {"quick": QUICK} if args.quick else {name: SETS[name] for name in args.sets}
     tables = []
     for name, cases in named.items():
+        cases = [OPENPIS_OWN, *cases] if args.openpi and name == "openpi" else cases
         title = f"Compiled for {args.device_kind}: {name}"
         if not plugin.is_installed():
             note = "not compiled: jax's CUDA plugin is not installed; see make gpu-compile"
@@ -270,7 +280,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         problems: list[str] = []
         for case, (found, problem) in zip(cases, _all_compiled(cases, args), strict=True):
             devices = f"{case.devices} on {case.hosts}" if case.hosts > 1 else case.devices
-            said = f"{case.flags} {case.xla}".strip() + (", openpi's work" if case.is_reference else "")
+            said = f"{case.flags} {case.xla}".strip() + _SAID.get(case.whose, "")
             for sizes in (_QWEN_7B, _QWEN_7B_ALONE):
                 said = said.replace(sizes, "(sizes of Qwen2.5-7B)")
             told: list[Cell] = [case.experiment, said, devices]
@@ -285,13 +295,15 @@ def main(argv: Sequence[str]) -> list[Table]:
 def _all_compiled(cases: Sequence[Case], args: argparse.Namespace) -> Iterator[tuple[dict[str, Any] | None, str]]:
     """What the verb `compile` says of each step, in order, as soon as it is known."""
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        yield from pool.map(lambda case: _compiled(case, args.device_kind), cases)
+        yield from pool.map(lambda case: _compiled(case, args), cases)
 
 
-def _compiled(case: Case, device_kind: str) -> tuple[dict[str, Any] | None, str]:
+def _compiled(case: Case, args: argparse.Namespace) -> tuple[dict[str, Any] | None, str]:
     """What the verb `compile` says of one step, or why it cannot be compiled."""
-    program = ("benchmarks.gpu_reference",) if case.is_reference else ("openpi_train", "compile")
-    command = [sys.executable, "-m", *program, case.experiment, "--device-kind", device_kind, "--json"]
+    if case.whose == "openpi":
+        return gpu_openpi.compiled(args.openpi, args.peer_python, args.device_kind, case.devices)
+    program = ("benchmarks.gpu_reference",) if case.whose == "reference" else ("openpi_train", "compile")
+    command = [sys.executable, "-m", *program, case.experiment, "--device-kind", args.device_kind, "--json"]
     command += ["--devices", str(case.devices), "--hosts", str(case.hosts), *case.flags.split()]
     environ = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {case.xla}".strip()}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)

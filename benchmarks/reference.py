@@ -63,7 +63,8 @@ class ReferenceTrainer(Trainer):
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One update, applied without a check."""
-        grads, metrics = self.accumulate(state, batch, self.objective.norms(batch))
+        with jax.named_scope("gradient"):
+            grads, metrics = self.accumulate(state, batch, self.objective.norms(batch))
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema, decay = state.ema, self.ema_decay or 0.0

@@ -370,12 +370,12 @@ def test_a_wrong_command_line_says_what_is_allowed(words, message):
 def test_steps_are_compiled_at_the_same_time_and_told_in_their_order(monkeypatch):
     both, second_is_done = threading.Barrier(2, timeout=60), threading.Event()
 
-    def compiled(case, device_kind):
+    def compiled(case, args):
         both.wait()
         if case.experiment == "first":
             assert second_is_done.wait(60)
         second_is_done.set()
-        return None, f"{case.experiment} on {device_kind}"
+        return None, f"{case.experiment} on {args.device_kind}"
 
     monkeypatch.setattr(gpu_compile, "_compiled", compiled)
     cases = [gpu_compile.Case(name) for name in ("first", "second")]
