@@ -261,7 +261,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--openpi", type=Path, metavar="CHECKOUT", help=f"{text} (4 GB)")
     parser.add_argument("--peer-python", type=Path, help="Python of an environment that has openpi's packages")
     parser.add_argument("--quick", action="store_true", help="only check that it runs")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.processes < 1:
+        parser.error(f"--processes {args.processes} must be at least 1")
+    if args.openpi and not gpu_openpi.is_checkout(args.openpi):
+        parser.error(f"{args.openpi} has no scripts/train.py: --openpi takes a checkout of openpi")
+    if args.openpi and (args.quick or "openpi" not in args.sets):
+        parser.error("--openpi is for the set openpi: add --sets openpi")
+    if args.peer_python and not args.openpi:
+        parser.error("--peer-python is for --openpi")
+    return args
 
 
 def main(argv: Sequence[str]) -> list[Table]:

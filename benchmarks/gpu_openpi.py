@@ -18,16 +18,24 @@ from openpi_train.planning.gpu import step_account
 from openpi_train.planning.gpu.targets import target_of
 from openpi_train.tools.plan import find_machine
 
-# What the step needs of openpi's uv.lock at 15a9616.
+# What the step needs, as in openpi's uv.lock at 15a9616.
 PACKAGES = ("jax[cuda12]==0.5.3", "flax==0.10.2", "chex==0.1.90", "orbax-checkpoint==0.11.13", "jaxtyping==0.2.36")
-PACKAGES += ("beartype==0.19.0", "ml_collections==1.0.0", "numpydantic", "numpy<2", "augmax", "einops", "etils[epath]")
-PACKAGES += ("fsspec", "filelock", "optax", "safetensors", "sentencepiece", "typing-extensions")
+PACKAGES += ("beartype==0.19.0", "ml_collections==1.0.0", "numpydantic==1.6.9", "numpy==1.26.4", "augmax==0.4.1")
+PACKAGES += ("einops==0.8.1", "etils[epath]==1.12.2", "optax==0.2.4", "fsspec", "filelock", "safetensors")
+PACKAGES += ("sentencepiece", "typing-extensions")
 ROWS = 32
 """Rows per device."""
 # Transfers run beside kernels, as in our programs, which openpi's users get by a flag alone.
 _FLAGS = "--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_latency_hiding_scheduler=true --xla_dump_hlo_as_text"
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
+# The last line of an error is then its own.
+_ENVIRONMENT |= {"JAX_TRACEBACK_FILTERING": "off"}
 _PROGRAM = "*gpu_after_optimizations.txt"
+
+
+def is_checkout(path: Path) -> bool:
+    """Whether openpi is in this folder."""
+    return Path(path, "scripts", "train.py").is_file()
 
 
 def compiled(
@@ -38,29 +46,33 @@ def compiled(
     Args: `python` is that of an environment with openpi's packages; None installs `PACKAGES` into the user's cache.
     `compile_s` is the time of the whole process.
     """
-    if not Path(checkout, "scripts", "train.py").is_file():
-        return None, f"{checkout} has no scripts/train.py: --openpi takes a checkout of openpi"
     machine = find_machine(device_kind, num_devices, num_hosts=1, device_gib=None, network_gb_s=50.0)
     target = target_of(machine.kind)
     environ, command = peers.environment(), str(python)
     if python is None:
         try:
             environ, command = peers.installed("openpi-jax0.5.3", PACKAGES, timeout_s=1800), peers.python()
-        except peers.Unavailable as error:
-            return None, str(error)
+        except (peers.Unavailable, subprocess.TimeoutExpired) as error:
+            return None, f"openpi's packages: {error}"
     program = Path(__file__).with_name("gpu_openpi_peer.py")
     with tempfile.TemporaryDirectory(prefix="openpi-step-") as dumped:
         began = time.monotonic()
-        done = subprocess.run(
-            [command, str(program), str(checkout), str(num_devices), str(ROWS * num_devices)],
-            input=target.text(int(machine.available_bytes / CLIENT_SHARE)),
-            env={**environ, **_ENVIRONMENT, "XLA_FLAGS": f"{_FLAGS} --xla_dump_to={dumped}"},
-            capture_output=True,
-            text=True,
-        )
+        try:
+            done = subprocess.run(
+                [command, str(program), str(checkout), str(num_devices), str(ROWS * num_devices)],
+                input=target.text(int(machine.available_bytes / CLIENT_SHARE)),
+                env={**environ, **_ENVIRONMENT, "XLA_FLAGS": f"{_FLAGS} --xla_dump_to={dumped}"},
+                capture_output=True,
+                text=True,
+            )
+        except OSError as error:
+            return None, f"{command}: {error.strerror}"
         if done.returncode:
-            return None, done.stderr.strip()[-300:]
-        step = Dumped(Path(dumped))
+            return None, ([*done.stderr.splitlines()] or [f"code {done.returncode}"])[-1][:300]
+        try:
+            step = Dumped(Path(dumped))
+        except ValueError as error:
+            return None, str(error)
         found = step_account.account(step, None, machine, target, time.monotonic() - began)
     return {"account": found.as_json()}, ""
 
@@ -69,11 +81,16 @@ class Dumped:
     """The largest program that XLA wrote to a folder, as the account reads a `jax.stages.Compiled`.
 
     jaxlib 0.5 gives neither text nor sizes of a program for devices that are not there. Arguments are not told apart
-    from results and temporaries: `memory_analysis` counts all as temporaries.
+    from results and temporaries: `memory_analysis` counts all as temporaries. Raises ValueError without a program.
     """
 
     def __init__(self, folder: Path):
-        program = max(folder.glob(_PROGRAM), key=lambda file: file.stat().st_size)
+        programs = sorted(folder.glob(_PROGRAM), key=lambda file: file.stat().st_size)
+        if not programs:
+            raise ValueError(
+                "XLA wrote no program: the process compiled nothing, or this jaxlib does it in another way"
+            )
+        program = programs[-1]
         self._text = program.read_text()
         report = program.with_name(program.name.replace(".txt", "-memory-usage-report.txt")).read_text()
         total = re.search(r"^Total bytes used: (\d+)", report, re.MULTILINE)

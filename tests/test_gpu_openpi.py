@@ -65,15 +65,31 @@ def test_it_begins_the_set_where_a_checkout_is_given_and_no_other(tmp_path, chec
 
 
 def test_a_problem_is_told_in_the_words_of_the_process(tmp_path, checkout):
-    python = python_that(tmp_path, "echo no module named flax >&2", "exit 1")
+    python = python_that(tmp_path, "echo Traceback >&2", "echo no module named flax >&2", "exit 1")
     assert gpu_openpi.compiled(checkout, python, "h100", 8) == (None, "no module named flax")
+    missing = tmp_path / "nowhere"
+    assert gpu_openpi.compiled(checkout, missing, "h100", 8) == (None, f"{missing}: No such file or directory")
 
 
-def test_a_folder_without_openpi_is_named(tmp_path):
-    found, problem = gpu_openpi.compiled(tmp_path, None, "h100", 8)
-    assert found is None and problem == f"{tmp_path} has no scripts/train.py: --openpi takes a checkout of openpi"
+@pytest.mark.parametrize(
+    ("written", "says"), [(writes("many"), "memory report has no total"), ((), "XLA wrote no program")]
+)
+def test_a_dump_in_another_form_is_told(tmp_path, checkout, written, says):
+    found, problem = gpu_openpi.compiled(checkout, python_that(tmp_path, *written), "h100", 8)
+    assert found is None and says in problem
 
 
-def test_a_report_in_another_form_is_an_error(tmp_path, checkout):
-    with pytest.raises(ValueError, match="memory report has no total"):
-        gpu_openpi.compiled(checkout, python_that(tmp_path, *writes("many")), "h100", 8)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--sets openpi --openpi {0}/nowhere", "nowhere has no scripts/train.py: --openpi takes a checkout of openpi"),
+        ("--sets attention --openpi {0}/openpi", "--openpi is for the set openpi: add --sets openpi"),
+        ("--quick --sets openpi --openpi {0}/openpi", "--openpi is for the set openpi"),
+        ("--sets openpi --peer-python python3", "--peer-python is for --openpi"),
+        ("--processes 0", "--processes 0 must be at least 1"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused_before_anything_is_compiled(tmp_path, checkout, capsys, words, says):
+    with pytest.raises(SystemExit):
+        gpu_compile.parse(words.format(tmp_path).split())
+    assert says in capsys.readouterr().err

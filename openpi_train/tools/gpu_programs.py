@@ -16,6 +16,7 @@ from openpi_train.elastic import adapt
 from openpi_train.evaluation import row_sampling
 from openpi_train.evaluation.held_out_loss import loss_sums
 from openpi_train.experiment import Experiment
+from openpi_train.fields import too_small
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
 from openpi_train.nn.params import module_params
@@ -67,6 +68,8 @@ def lowered(
 def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = ()) -> str | None:
     """Why a run does not have this program, or cannot have it compiled here, as a sentence."""
     name, offload = experiment.name, experiment.sharding.offload
+    if problems := too_small(experiment):
+        return "\n".join(problems)
     if cameras and (problem := _slots_problem(experiment, cameras)):
         return problem
     if program == "sampling":

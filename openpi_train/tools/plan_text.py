@@ -62,15 +62,17 @@ def compiled(found: Compiled, chosen: Forecast) -> str:
     """The compiler's figures next to the forecast's."""
     memory = chosen.memory
     bound, usable = found.state_bytes + found.program_bytes, chosen.machine.usable_bytes
-    verdict = "fits even so" if bound <= usable else "would not fit, and only a GPU's own compiler can tell"
+    verdict = (
+        "fits even so" if bound <= usable else "would not fit, and only a GPU's own compiler can tell (--compiler gpu)"
+    )
     cut = "" if found.fsdp_devices == chosen.layout.fsdp_devices else f", the state cut over {found.fsdp_devices} only"
     return (
         f"By the compiler (for {found.num_devices} CPU devices{cut}, {found.compile_s:.0f} s): state and batch "
         f"{found.state_bytes / GIB:.2f} GiB (forecast: state {memory.state / GIB:.2f}), the program's own "
         f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations "
         f"{found.forecast_bytes / GIB:.2f}).\n"
-        "XLA for CPUs widens much of bfloat16 to float32 and has no fused attention: a GPU's own program should need "
-        f"less (not yet measured). Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
+        "XLA for CPUs widens much of bfloat16 to float32, has no fused attention, and its layers are in a loop: a "
+        f"GPU's own program needs less. Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
     )
 
 

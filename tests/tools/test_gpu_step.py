@@ -195,6 +195,7 @@ def test_what_a_run_needs_between_steps_is_told_where_it_is_more(field, said):
             [],
             "--program sampling: arithmetic_sft has no policy that samples action chunks",
         ),
+        ("debug", "sampling", ["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         ("debug", "decoding", [], "--program decoding: debug completes no texts"),
         ("arithmetic_sft", "reading", ["--eval.num-prompts", "0"], "arithmetic_sft completes no texts"),
         ("arithmetic_grpo", "acting", [], "--program acting: arithmetic_grpo does not practise with a robot"),
