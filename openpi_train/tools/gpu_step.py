@@ -27,11 +27,9 @@ from openpi_train.tools.requests import CompileRequest
 
 
 def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> int:
-    """Compile and print the account. Raises UsageError for conflicting flags."""
+    """Compile and print the account. Raises UsageError for conflicting flags, and a file that cannot be written."""
     if request.dump is not None:
-        if request.dump.is_dir():
-            raise UsageError(f"--dump {request.dump} is a folder: name the file that the program's text is written to")
-        request.dump.parent.mkdir(parents=True, exist_ok=True)
+        _require_writable(request.dump)
     (chosen, compiled), found = compiled_program(
         machine,
         lambda target: gpu_programs.lowered(request.program, experiment, machine, target, request.cameras),
@@ -44,6 +42,16 @@ def main(experiment: Experiment, machine: Machine, request: CompileRequest) -> i
     else:
         print(gpu_text.lines_alone(found, machine) if chosen is None else gpu_text.lines(found, chosen))
     return DONE
+
+
+def _require_writable(file: Path) -> None:
+    if file.is_dir():
+        raise UsageError(f"--dump {file} is a folder: name the file that the program's text is written to")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise UsageError(f"--dump {file} cannot be written: {error.strerror}; name another file") from error
 
 
 def compiled_program(

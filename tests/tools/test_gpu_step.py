@@ -167,6 +167,17 @@ def test_a_folder_for_the_programs_text_is_refused_before_it_is_compiled(monkeyp
     assert f"--dump {tmp_path} is a folder" in capsys.readouterr().err
 
 
+def test_a_file_for_the_programs_text_that_cannot_be_written_is_told_before_it_is_compiled(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
+    monkeypatch.setattr(gpu_step, "compiled_program", lambda *_: pytest.fail("it was compiled"))
+    (tmp_path / "taken").touch()
+    file = tmp_path / "taken" / "step.hlo"
+    assert cli.run(["compile", "debug", "--devices", "8", "--device-kind", "h100", "--dump", str(file)]) == USAGE
+    assert f"--dump {file} cannot be written: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("field", "said"), [("generation", "to complete texts (--program reading, decoding)"), ("acting", "to act")]
 )
