@@ -94,7 +94,7 @@ def layout_cost(
 
     @functools.cache
     def step_memory(
-        num_micros: int, later: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset()
+        num_micros: int, later: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset(), layers: int = 2
     ) -> Memory:
         return predict(
             *(cut, plan, 0, 0),
@@ -102,6 +102,7 @@ def layout_cost(
             dtype=dtype,
             later=later,
             unread=unread,
+            begun_layers=layers,
             on_gpus=machine.kind.is_known,  # all in the table are GPUs
             unrolled=experiment.unroll_layers is True,
         )
@@ -113,6 +114,9 @@ def layout_cost(
         if num_micros > 1:  # the next micro-batch reads them, too
             return 0
         return step_memory(1).compute_copy - step_memory(1, unread=unread).compute_copy
+
+    def unbegun(num_micros: int, layers: int) -> int:
+        return step_memory(num_micros).layer - step_memory(num_micros, layers=layers).layer
 
     @functools.cache
     def slices(unread: frozenset[str]) -> int:
@@ -154,6 +158,7 @@ def layout_cost(
         hidden=HIDDEN if not experiment.unroll_layers else HIDDEN_UNROLLED if plan.cuts("copy") else HIDDEN_KEPT,
         later=missing,
         unread=without_copies,
+        unbegun=unbegun,
         slices=slices,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),

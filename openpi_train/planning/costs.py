@@ -69,6 +69,7 @@ def cost(
             bytes_per_row=max(moment.num_bytes, 1.0),
             later=frozenset(gradient.trained[number] for number in moment.later),
             unread=frozenset(path for number in moment.unread for path in gradient.groups[number].values()),
+            begun_layers=moment.begun_layers,
         )
         for moment in activation_bytes(gradient)
     ]

@@ -62,7 +62,8 @@ class LayoutCost:
     the share `hidden`.
 
     `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet,
-    `unread` how many less when these have no copies: they are not read yet, or not any more; `slices` how many more
+    `unread` how many less when these have no copies: they are not read yet, or not any more; `unbegun` how many less
+    when gradients of that many unrolled layers, of two, are begun; `slices` how many more
     where nothing is recomputed: copies that layers read and keep, of all but these. Else they are copied again.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
@@ -78,6 +79,7 @@ class LayoutCost:
     hidden: float = HIDDEN
     later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
     unread: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
+    unbegun: Callable[[int, int], int] = lambda num_micros, layers: 0
     slices: Callable[[frozenset[str]], int] = lambda paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
@@ -85,12 +87,14 @@ class LayoutCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationMoment:
-    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, and
-    those that are not read then: not yet, or not any more, as a reference's in the backward pass."""
+    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, those
+    that are not read then (not yet, or not any more, as a reference's in the backward pass), and of how many unrolled
+    layers gradients are begun: 2 are the most that matter."""
 
     bytes_per_row: float
     later: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    begun_layers: int = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,16 +242,17 @@ def forecast(
         kept = layout.slices(moment.unread) if policy.remat == "none" else 0
         return layout.unread(num_micros, moment.unread) - kept
 
+    def less(num_micros: int, moment: ActivationMoment) -> int:
+        fewer = fewer_copies(num_micros, moment) + layout.unbegun(num_micros, moment.begun_layers)
+        return layout.later(num_micros, moment.later) + fewer
+
     def most_rows(num_micros: int) -> int:
         memory = of_step(num_micros)
         free = machine.usable_bytes - memory.state - memory.grads
         if free < memory.fetched:
             return 0
         free -= memory.working
-        fitting = (
-            (free + layout.later(num_micros, one.later) + fewer_copies(num_micros, one)) / one.bytes_per_row
-            for one in moments
-        )
+        fitting = ((free + less(num_micros, one)) / one.bytes_per_row for one in moments)
         return max(math.floor(min(fitting)), 0)
 
     def memory(num_micros: int) -> Memory:
@@ -259,6 +264,7 @@ def forecast(
             memory,
             activations=int(moment.bytes_per_row * (rows // num_micros)),
             compute_copy=memory.compute_copy - fewer_copies(num_micros, moment),
+            layer=memory.layer - layout.unbegun(num_micros, moment.begun_layers),
         )
         if memory.micro_grads:
             return dataclasses.replace(memory, micro_grads=memory.micro_grads - later)

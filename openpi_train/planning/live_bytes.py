@@ -10,7 +10,7 @@ over windows; XLA for CPUs stores each step.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,13 @@ class Compiler:
 class Moment:
     """A time in a program: the bytes of its arrays, which outputs, by number, are made later, and which groups of
     inputs, by number, are not needed then: they, and copies made from them alone, are read only before that time or,
-    where layers are unrolled, only after it. Loops have their copies of whole stacks from the beginning."""
+    where layers are unrolled, only after it. Loops have their copies of whole stacks from the beginning.
+    `begun_layers`: of how many unrolled layers, 2 at most, such outputs are made by then, or begun; in loops 2."""
 
     num_bytes: float
     later: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
+    begun_layers: int = 2
 
 
 def peak_bytes(jaxpr: Any, size_of: SizeOf, compiler: Compiler = Compiler()) -> float:
@@ -78,9 +80,9 @@ def moments(
 ) -> list[Moment]:
     """The times at which memory can be fullest, the one with most bytes first.
 
-    They differ in how many of the first `num_outputs` outputs are there and in which of these `groups` of inputs, each
-    by number, are read by then and later, whose own bytes `size_of` does not count: of times that differ in outputs
-    only, at each there are more bytes than at any later one. Arguments as those of `peak_bytes`.
+    They differ in how many of the first `num_outputs` outputs, and of their layers, are there and in which of these
+    `groups` of inputs, each by number, are read by then and later, whose own bytes `size_of` does not count: of times
+    that differ in outputs only, at each there are more bytes than at any later one. Arguments as those of `peak_bytes`.
     """
     program = _Program(size_of, compiler)
     known = {var: _Array(0.0, 0, ()) for var in (*jaxpr.constvars, *jaxpr.invars)}
@@ -89,20 +91,23 @@ def moments(
         program.read(known, var, stored=True)
     for array in program.read_last:
         program.read_array(array, stored=True)
-    made = [program.begun(known, var) for var in jaxpr.outvars[:num_outputs]]
+    outputs = [program.array(known, var) for var in jaxpr.outvars[:num_outputs]]
+    made = [_begun(array) for array in outputs]
+    layers = _layers_begun(outputs)
     alive, found = program.alive(), []
     read = program.reads([[known[jaxpr.invars[number]] for number in group] for group in groups])
     # Of layers that are unrolled, and not read in the backward pass, there is one at a time.
     passing = min(made, default=0) if program.unrolls else 0
     changes = {min(time, len(alive)) for first, last in read for time in (first, last + 1)}
-    for begin, end in itertools.pairwise(sorted({0, *made, *changes, len(alive)})):
+    for begin, end in itertools.pairwise(sorted({0, *made, *layers, *changes, len(alive)})):
         later = frozenset(number for number, when in enumerate(made) if when > begin)
         unread = frozenset(
             number
             for number, (first, last) in enumerate(read)
             if last < max(begin, passing) or (program.unrolls and first >= end)
         )
-        found.append(Moment(float(alive[begin:end].max()), later, unread))
+        begun_layers = sum(when <= begin for when in layers)
+        found.append(Moment(float(alive[begin:end].max()), later, unread, begun_layers))
     most: dict[frozenset[int], float] = {}
     kept = []
     for moment in reversed(found):
@@ -164,13 +169,13 @@ class _Program:
             body = _called(equation)
             if body is not None:
                 own = dict.fromkeys(body.constvars, _Array(0.0, 0, ()))
-                own |= zip(body.invars, [self._array(known, var) for var in equation.invars], strict=True)
+                own |= zip(body.invars, [self.array(known, var) for var in equation.invars], strict=True)
                 self.add(body, own)
-                known |= zip(equation.outvars, [self._array(own, var) for var in body.outvars], strict=True)
+                known |= zip(equation.outvars, [self.array(own, var) for var in body.outvars], strict=True)
             elif name == "scan" and equation.params["unroll"] >= equation.params["length"]:
                 self._unroll(equation, known)
             elif name in _VIEWS:
-                known |= zip(equation.outvars, [self._array(known, var) for var in equation.invars], strict=False)
+                known |= zip(equation.outvars, [self.array(known, var) for var in equation.invars], strict=False)
             elif _is_fused(equation) or (self.compiler.fuses_norms and _is_by_element(equation, spread=True)):
                 self._make(known, equation.outvars, tuple(inputs), any(array.of_convolution for array in inputs))
                 self._end(False)
@@ -186,10 +191,10 @@ class _Program:
                 if name == "scan":
                     consts, carried = _scan_inputs(equation)
                     inits = equation.invars[consts : consts + carried]
-                    self.given += [(self._array(known, var), self.now) for var in inits]
+                    self.given += [(self.array(known, var), self.now) for var in inits]
                 elif name == "while":
                     consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
-                    self.given += [(self._array(known, var), self.now) for var in equation.invars[consts:]]
+                    self.given += [(self.array(known, var), self.now) for var in equation.invars[consts:]]
                 inside = _inside(equation, self.size_of, self.compiler)
                 for var in equation.outvars:
                     self._make(known, [var], None, name == _CONVOLUTION)
@@ -200,7 +205,7 @@ class _Program:
         another such scan reads them."""
         self.unrolls = True
         body, (consts, carried) = bodies(scan)[0], _scan_inputs(scan)
-        inputs = [self._array(known, var) for var in scan.invars]
+        inputs = [self.array(known, var) for var in scan.invars]
         states, stacked = inputs[consts : consts + carried], body.invars[consts + carried :]
         turns: list[list[_Array]] = [[]] * scan.params["length"]
         for turn in sorted(range(len(turns)), reverse=scan.params["reverse"]):
@@ -213,7 +218,7 @@ class _Program:
                     self._make(own, [var], (stack,), stack.of_convolution)
                     self._end(False)
             self.add(body, own)
-            made = [self._array(own, var) for var in body.outvars]
+            made = [self.array(own, var) for var in body.outvars]
             states, turns[turn] = made[:carried], made[carried:]
         known |= zip(scan.outvars, states, strict=False)
         for number, var in enumerate(scan.outvars[carried:]):
@@ -224,20 +229,7 @@ class _Program:
 
     def read(self, known: Mapping[Any, _Array], var: Any, *, stored: bool) -> None:
         """Record that this array is read after all operations so far; `stored`: it must be in memory."""
-        self.read_array(self._array(known, var), stored=stored)
-
-    def begun(self, known: Mapping[Any, _Array], var: Any) -> int:
-        """The operation that makes this array, or the first of what it is computed from where that can be fused."""
-
-        array = self._array(known, var)
-        begun, unread, seen = array.made, [array], set()
-        while unread:
-            array = unread.pop()
-            if id(array) not in seen and array.made and not array.is_scalar:  # inputs have 0
-                begun = min(begun, array.made)
-                seen.add(id(array))
-                unread += () if array.parts else array.sources or ()
-        return begun
+        self.read_array(self.array(known, var), stored=stored)
 
     def reads(self, groups: Sequence[Sequence[_Array]]) -> list[tuple[int, int]]:
         """When each group of inputs, or what is computed from one alone, such as a copy in another type, is first and
@@ -294,7 +286,8 @@ class _Program:
             return False
         return _kept_for(array.sources, array.last_read) > (1 + _SLACK) * array.size
 
-    def _array(self, known: Mapping[Any, _Array], var: Any) -> _Array:
+    def array(self, known: Mapping[Any, _Array], var: Any) -> _Array:
+        """The array of a variable."""
         return _Array(0.0, 0, ()) if isinstance(var, Literal) else known[var]
 
     def read_array(self, array: _Array, *, stored: bool) -> None:
@@ -327,6 +320,28 @@ class _Program:
     def _end(self, ends: bool, inside: float = 0.0) -> None:
         self.ends.append(ends)
         self.inside.append(inside)
+
+
+def _fused_into(array: _Array) -> Iterator[_Array]:
+    """This array, and what it is computed from where that can be fused: no inputs of the program, nor scalars."""
+    unread, seen = [array], set()
+    while unread:
+        array = unread.pop()
+        if id(array) not in seen and array.made and not array.is_scalar:  # inputs have 0
+            seen.add(id(array))
+            unread += () if array.parts else array.sources or ()
+            yield array
+
+
+def _begun(array: _Array) -> int:
+    """The operation that makes this array, or the first of what it is computed from where that can be fused."""
+    return min((one.made for one in _fused_into(array)), default=array.made)
+
+
+def _layers_begun(outputs: Sequence[_Array]) -> list[int]:
+    """When the first of these outputs of an unrolled layer is begun, and when one of a second layer; of loops 0."""
+    begun = [sorted(_begun(part) for one in _fused_into(array) for part in one.parts) for array in outputs]
+    return [min((times[n] for times in begun if len(times) > n), default=0) for n in range(2)]
 
 
 def _kept_for(sources: Sequence[_Array], until: int) -> float:

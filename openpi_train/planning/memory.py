@@ -121,6 +121,7 @@ def predict(
     dtype: Any = jnp.bfloat16,
     later: Container[str] = (),
     unread: Collection[str] = (),
+    begun_layers: int = 2,
     on_gpus: bool = False,
     unrolled: bool = False,
 ) -> Memory:
@@ -138,7 +139,7 @@ def predict(
     in another order, and so are parts of layers that all-gathers read in another order; there is cuBLAS's workspace.
     `unrolled`: layers are not in a loop, which has copies of whole stacks; their gradients are sharded as they arise
     under zero1, too, if there is one micro-batch, and while one layer's are summed, in the type in which they are sent,
-    those of another are whole.
+    those of another are whole: of the `begun_layers` that have gradients, the last 2.
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host = _on_host(layout)
@@ -198,6 +199,7 @@ def predict(
             turned = {path for path in of_layers if leaves[path].ndim > 2 and specs[path].index(FSDP) > 1}
             turned -= cut_stacks if num_micros == 1 else frozenset()
             compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in turned)
+    gradients = [jnp.float32, plan.reduce_dtype] if plan.cuts("grads") or sharded else []
     micro_grads = held("grads", trained, jnp.float32) if plan.cuts("grads") else held("copy", trained, dtype)
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),
@@ -211,7 +213,7 @@ def predict(
         libraries=CUBLAS_BYTES * on_gpus,
         layer=_layer_bytes(
             *(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
-            gradients=[jnp.float32, plan.reduce_dtype][: (1 + unrolled) * bool(plan.cuts("grads") or sharded)],
+            gradients=gradients[: begun_layers if unrolled else 1],
         ),
         host=sum(on_host.values()),
         fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)

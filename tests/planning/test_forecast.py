@@ -82,6 +82,21 @@ def test_copies_of_fixed_parameters_are_there_until_they_are_read_for_the_last_t
     assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 10 + 6) // 4, (81 - 20 - 10) // 3)
 
 
+def test_layers_whose_backward_pass_has_not_begun_have_no_gradients():
+    moments = [ActivationMoment(bytes_per_row=4 * GIB, begun_layers=0), ActivationMoment(bytes_per_row=3 * GIB)]
+    layers = dataclasses.replace(layout("replicated", 20, 0).memory(1), layer=10 * GIB)
+    held = dataclasses.replace(
+        layout("replicated", 20, 0),
+        memory=lambda micros: layers,
+        unbegun=lambda micros, begun: 6 * GIB * (begun == 0),
+    )
+    of_rows = dataclasses.replace(NONE, moments=moments)
+    # 5 rows: 20 and 4 before it begins, against 15 and 10; 8 rows: 32 and 4 against 24 and 10.
+    few, many = (forecast(MACHINE, held, of_rows, 4 * rows, [1]).memory for rows in (5, 8))
+    assert [(one.activations // GIB, one.layer // GIB) for one in (few, many)] == [(15, 10), (32, 4)]
+    assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 10 + 6) // 4, (81 - 20 - 10) // 3)
+
+
 @pytest.mark.parametrize(("remat", "copies"), [("none", 5 - 2 + 3), ("dots", 5 - 2)])
 def test_who_recomputes_nothing_keeps_copies_of_what_layers_read(remat, copies):
     read = frozenset({"tower"})

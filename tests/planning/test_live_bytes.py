@@ -174,6 +174,19 @@ def test_unrolled_layers_store_nothing_that_is_computed_from_what_is_stored_anyw
     assert looped / 32 > 4 * 50
 
 
+@pytest.mark.parametrize(("unroll", "begun"), [(1, [2, 2, 2]), (4, [0, 1, 2])])
+def test_gradients_of_unrolled_layers_are_begun_one_after_the_other(unroll, begun):
+    def loss(layers, last, rows):
+        seen = jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), rows, layers, unroll=unroll)[0]
+        return (jnp.tanh(seen @ last) ** 2).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(shape(4, 8, 8), shape(8, 64), shape(ROWS, 8)).jaxpr
+    found = moments(jaxpr, bytes_per_row, 1)
+    # Fullest before the layers' gradients begin; then a layer stores less than the one before.
+    assert [one.begun_layers for one in found][:3] == begun[: len(found)]
+    assert found[0].num_bytes > 4 * 64
+
+
 @pytest.mark.parametrize("unroll", [1, 50])
 def test_what_unrolled_layers_store_is_freed_layer_by_layer(unroll):
     def loss(weights, added, x):

@@ -13,9 +13,11 @@ from openpi_train_configs.fast import pi05_bridge_insulated
 from openpi_train_configs.paligemma_policies import paligemma_flow_lora
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
+from openpi_train.planning.choose import layout_cost
 from openpi_train.planning.memory import GIB, predict, slice_bytes
 from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh
 from openpi_train.sharding.strategy import CUT, Plan
+from openpi_train.tools.plan import find_machine
 from openpi_train.training.prepare import whole_layout
 
 PI0 = 3_238_048_528
@@ -131,6 +133,21 @@ def test_unrolled_layers_are_not_copied_as_a_stack_and_have_two_layers_gradients
     narrow = dataclasses.replace(plan, reduce_dtype="bfloat16")
     found = predict(layout.under(plan), narrow, 0, 0, unrolled=True)
     assert unrolled.layer - found.layer == pytest.approx(gradients_of_a_layer / 2, rel=0.02)
+    one, none = (predict(layout.under(plan), plan, 0, 0, unrolled=True, begun_layers=n) for n in (1, 0))
+    assert unrolled.layer - one.layer == pytest.approx(gradients_of_a_layer, rel=0.02)
+    assert one.layer - none.layer == pytest.approx(gradients_of_a_layer, rel=0.02)
+
+
+def test_a_plan_counts_gradients_of_unrolled_layers_from_their_backward_pass_on(layout):
+    machine = find_machine("h100", 8, 1, None, 50.0)
+    unrolled, looped = (
+        layout_cost(dataclasses.replace(pi0_bridge_traj, unroll_layers=n), layout, "zero3", 8, machine)
+        for n in ("auto", False)
+    )
+    gradients_of_a_layer = 4 * STACK / 18
+    found = [unrolled.unbegun(1, n) for n in (2, 1, 0)]
+    assert found == pytest.approx([0, gradients_of_a_layer, 2 * gradients_of_a_layer], rel=0.02)
+    assert looped.unbegun(1, 2) == 0
 
 
 def test_a_stack_that_a_gpu_gathers_at_once_is_there_twice_with_one_micro_batch(layout):
