@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from openpi_train.data import places, tables
+from openpi_train.data import findings, places, tables
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.runtime import locks
 
@@ -72,7 +72,8 @@ class Sidecar(abc.ABC):
     def write(self, directory: Path) -> dict[str, Any]:
         """Read the dataset and write its tables; returns the format's entries of the manifest.
 
-        These are at least `cameras`, `dropped` and `skipped` (reasons by name). Raises as `survey`, and BadRecord.
+        These are at least `cameras`, `dropped` and `skipped` (reasons by name), and `findings` (`Finding.as_json`) if
+        there are any. Raises as `survey`, and BadRecord; OSError if the system failed: then there is no index.
         """
 
     @abc.abstractmethod
@@ -189,7 +190,9 @@ class IndexedConfig(SourceConfig):
         sidecar = self.sidecar()
         index = sidecar.open()
         report_dropped(sidecar.dataset, sidecar.dropped(index.manifest), self.on_bad_record)
-        return sidecar.source(index)
+        source = sidecar.source(index)
+        findings.report(sidecar.label, source.findings)
+        return source
 
     def is_ready(self) -> bool:
         """Whether the index is up to date; reads metadata alone."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from openpi_train.data.findings import Finding
 from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Source(abc.ABC):
     cameras: tuple[str, ...]
     # Episodes that could not be read and are left out.
     num_dropped: int = 0
+    # What is suspicious in the dataset, as far as opening it shows.
+    findings: Sequence[Finding] = ()
 
     @property
     def num_steps(self) -> int:

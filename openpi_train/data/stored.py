@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from openpi_train.data import image
+from openpi_train.data.findings import Finding
 from openpi_train.data.source import BadRecord, Source
 from openpi_train.data.tables import Tables
 
@@ -27,6 +28,7 @@ class StoredSource(Source):
         self.prompt_index = stored.arrays["prompt_index"]
         self.cameras = tuple(stored.manifest["cameras"])
         self.num_dropped = sum(entry.get("episodes", 1) for entry in stored.manifest.get("dropped", ()))
+        self.findings = [Finding.from_json(entry) for entry in stored.manifest.get("findings", ())]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._root, self.stored)

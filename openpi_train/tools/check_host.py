@@ -34,7 +34,7 @@ Level = Literal["ok", "warn", "fail"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check, and what to do if it is not ok."""
 
     level: Level
@@ -51,22 +51,22 @@ class Finding:
         return f"{self.level:<5} {self.topic:<12}{self.text}{advice}"
 
 
-def ok(topic: str, text: str) -> Finding:
+def ok(topic: str, text: str) -> CheckResult:
     """All is well."""
-    return Finding("ok", topic, text)
+    return CheckResult("ok", topic, text)
 
 
-def warn(topic: str, text: str, advice: str) -> Finding:
+def warn(topic: str, text: str, advice: str) -> CheckResult:
     """It works, but not as well as it could, or not in every case."""
-    return Finding("warn", topic, text, advice)
+    return CheckResult("warn", topic, text, advice)
 
 
-def fail(topic: str, text: str, advice: str) -> Finding:
+def fail(topic: str, text: str, advice: str) -> CheckResult:
     """A run would fail."""
-    return Finding("fail", topic, text, advice)
+    return CheckResult("fail", topic, text, advice)
 
 
-def machine() -> Iterator[Finding]:
+def machine() -> Iterator[CheckResult]:
     """The operating system, Python, processors and memory."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield ok(
@@ -89,7 +89,7 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def pairing(versions: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
+def pairing(versions: Mapping[str, str], num_gpus: int) -> Iterator[CheckResult]:
     """Check that jax, jaxlib and the GPU plugin have the same release: jax ignores other plugins."""
     jax, jaxlib = versions["jax"], versions["jaxlib"]
     plugins = {name: version for name, version in versions.items() if name in _PLUGINS}
@@ -112,7 +112,7 @@ def pairing(versions: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
         yield ok("versions", listed)
 
 
-def driver(versions: Mapping[str, str]) -> Iterator[Finding]:
+def driver(versions: Mapping[str, str]) -> Iterator[CheckResult]:
     """Check NVIDIA's driver and GPUs with `nvidia-smi`."""
     if shutil.which("nvidia-smi") is None:
         yield ok("driver", "no nvidia-smi here: no NVIDIA GPU")
@@ -145,7 +145,7 @@ def driver(versions: Mapping[str, str]) -> Iterator[Finding]:
             yield warn("driver", text, "end what runs there (nvidia-smi), or leave it out with CUDA_VISIBLE_DEVICES")
 
 
-def settings(kind: str, environ: Mapping[str, str], extent: xla.Extent) -> Iterator[Finding]:
+def settings(kind: str, environ: Mapping[str, str], extent: xla.Extent) -> Iterator[CheckResult]:
     """The settings of XLA and NCCL, and why."""
     decisions = xla.decide(kind, environ, extent)
     if not decisions:
@@ -163,7 +163,7 @@ def settings(kind: str, environ: Mapping[str, str], extent: xla.Extent) -> Itera
         yield warn("xla", text, "unset XLA_PYTHON_CLIENT_PREALLOCATE and XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
-def own_name(kind: str) -> Iterator[Finding]:
+def own_name(kind: str) -> Iterator[CheckResult]:
     """Check that this host's name resolves to an address that other hosts can reach; gloo listens there, even alone."""
     name = socket.gethostname()
     advice = f"give {name} its real address in /etc/hosts or DNS; needed for several hosts without GPUs (gloo)"
@@ -179,7 +179,7 @@ def own_name(kind: str) -> Iterator[Finding]:
         yield ok("name", f"{name} is {address}")
 
 
-def ports(port: int, *, chosen: bool) -> Iterator[Finding]:
+def ports(port: int, *, chosen: bool) -> Iterator[CheckResult]:
     """Check that the coordinator's port and the next one, for the rendezvous, are free. `chosen`: set by the user."""
     for number in (port, port + 1):
         try:
@@ -193,7 +193,7 @@ def ports(port: int, *, chosen: bool) -> Iterator[Finding]:
     yield ok("ports", f"{port} and {port + 1} are free here")
 
 
-def reach(hosts: Sequence[str], default_port: int) -> Iterator[Finding]:
+def reach(hosts: Sequence[str], default_port: int) -> Iterator[CheckResult]:
     """Check that each of `hosts` ("name" or "name:port") resolves and answers from here."""
     for given in hosts:
         try:
@@ -225,7 +225,7 @@ def reach(hosts: Sequence[str], default_port: int) -> Iterator[Finding]:
             yield fail("reach", text, f"is it up, and does the firewall let {port} and {port + 1} through?")
 
 
-def clock() -> Iterator[Finding]:
+def clock() -> Iterator[CheckResult]:
     """Check that the clock is synchronised, so that the logs of several hosts match."""
     if sys.platform != "linux":
         return
@@ -237,7 +237,7 @@ def clock() -> Iterator[Finding]:
         yield ok("clock", "the clock is synchronised" if state >= 0 else "it cannot be told whether it is synchronised")
 
 
-def shared_memory() -> Iterator[Finding]:
+def shared_memory() -> Iterator[CheckResult]:
     """Check the free space in /dev/shm, which data workers use to pass rows; containers have 64 MiB by default."""
     place = Path("/dev/shm")
     if not place.is_dir():
@@ -251,7 +251,7 @@ def shared_memory() -> Iterator[Finding]:
         yield ok("shm", f"{free / 2**30:.1f} GiB are free in /dev/shm")
 
 
-def writing(place: Path, flag: str, checkpoint_bytes: int = 0) -> Iterator[Finding]:
+def writing(place: Path, flag: str, checkpoint_bytes: int = 0) -> Iterator[CheckResult]:
     """Check space and speed of a directory that a run writes to, set by `flag`; it need not exist yet.
 
     Args: `checkpoint_bytes` is the size of one checkpoint. There must be space for two: an old one is deleted only
@@ -284,7 +284,7 @@ def writing(place: Path, flag: str, checkpoint_bytes: int = 0) -> Iterator[Findi
         yield ok("disk", text)
 
 
-def reading(dataset: Path) -> Iterator[Finding]:
+def reading(dataset: Path) -> Iterator[CheckResult]:
     """Check the read speed of the largest file of a dataset, bypassing the page cache."""
     files = [path for path in dataset.rglob("*") if path.is_file()] if dataset.is_dir() else [dataset]
     largest = max(files, key=lambda path: path.stat().st_size, default=None)

@@ -19,13 +19,13 @@ from openpi_train.runtime import agree, selftest
 from openpi_train.runtime.exits import NumbersError, UsageError
 from openpi_train.runtime.world import World
 from openpi_train.tools import check_host
-from openpi_train.tools.check_host import Finding, fail, ok, warn
+from openpi_train.tools.check_host import CheckResult, fail, ok, warn
 from openpi_train.training.prepare import prepare_without_data
 
 _MOST_SKEW_S = 2.0
 
 
-def devices(num_gpus: int) -> Iterator[Finding]:
+def devices(num_gpus: int) -> Iterator[CheckResult]:
     """Check the devices that jax found: the CPU if it could not use the GPUs."""
     local, kind = jax.local_devices(), jax.devices()[0].device_kind
     text = f"{jax.device_count()} x {kind}, {len(local)} of them in this process"
@@ -36,7 +36,7 @@ def devices(num_gpus: int) -> Iterator[Finding]:
         yield ok("devices", text)
 
 
-def collectives() -> Iterator[Finding]:
+def collectives() -> Iterator[CheckResult]:
     """Run the self-test with which every run begins."""
     try:
         found = selftest.measure()
@@ -46,7 +46,7 @@ def collectives() -> Iterator[Finding]:
     yield ok("collectives", found.line() if found else "one device: nothing to do together")
 
 
-def clocks() -> Iterator[Finding]:
+def clocks() -> Iterator[CheckResult]:
     """Check that the clocks of all processes agree."""
     if jax.process_count() == 1:
         return
@@ -60,7 +60,7 @@ def clocks() -> Iterator[Finding]:
         yield ok("clock", f"the clocks of all processes agree to {skew_s:.1f} s")
 
 
-def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
+def needs(experiment: Experiment, world: World) -> Iterator[CheckResult]:
     """Check that the experiment fits the devices' memory and the disks."""
     checkpoint_bytes = 0
     try:
@@ -76,7 +76,7 @@ def needs(experiment: Experiment, world: World) -> Iterator[Finding]:
     yield from check_host.writing(experiment.assets_dir, "--assets-base-dir")
 
 
-def data(experiment: Experiment) -> Iterator[Finding]:
+def data(experiment: Experiment) -> Iterator[CheckResult]:
     """Check that the experiment's datasets exist and are indexed, and that its norm stats exist and are valid."""
     config, ready = experiment.data, True
     if not isinstance(config, DataConfig):
@@ -119,7 +119,7 @@ def data(experiment: Experiment) -> Iterator[Finding]:
         yield fail("dataset", str(error), "as it says")
 
 
-def _norm_stats(found: list[Asset], name: str) -> Iterator[Finding]:
+def _norm_stats(found: list[Asset], name: str) -> Iterator[CheckResult]:
     for asset in found:
         where = asset.folder if asset.given is None else Path(asset.given)
         try:

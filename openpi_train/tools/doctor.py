@@ -23,7 +23,7 @@ from openpi_train.runtime import agree, logs, session, xla
 from openpi_train.runtime.exits import DONE, USAGE, RunError
 from openpi_train.runtime.world import World, find_world
 from openpi_train.tools import check_host, check_run
-from openpi_train.tools.check_host import Finding, fail, ok, warn
+from openpi_train.tools.check_host import CheckResult, fail, ok, warn
 from openpi_train.tools.requests import DoctorRequest
 
 DEFAULT_PORT = 29500
@@ -58,7 +58,7 @@ def main(request: DoctorRequest, experiment: Experiment | None, process: Process
     return report.end(reports)
 
 
-def _place(world: World) -> Iterable[Finding]:
+def _place(world: World) -> Iterable[CheckResult]:
     """This process's index, and environment variables that were ignored."""
     coordinator = f", coordinator {world.coordinator}" if world.coordinator else ""
     yield ok("place", f"process {world.process_index} of {world.process_count} ({world.source}{coordinator})")
@@ -66,7 +66,7 @@ def _place(world: World) -> Iterable[Finding]:
         yield warn("place", note, "as it says")
 
 
-def _host(world: World, hosts: Sequence[str], port: int | None) -> Iterable[Finding]:
+def _host(world: World, hosts: Sequence[str], port: int | None) -> Iterable[CheckResult]:
     """Checks before jax starts."""
     versions, kind = check_host.installed(), xla.device_kind(_platforms(), os.environ)
     yield from check_host.machine()
@@ -91,7 +91,7 @@ def _gpus_to_use() -> int:
     return 0 if chosen_otherwise else xla.num_gpus(os.environ)
 
 
-def _run(experiment: Experiment | None, world: World) -> Iterable[Finding]:
+def _run(experiment: Experiment | None, world: World) -> Iterable[CheckResult]:
     """Checks that need the devices or an experiment."""
     yield from check_host.writing(places.home(), "OPENPI_TRAIN_HOME")
     if experiment is None:
@@ -107,12 +107,12 @@ class _Report:
     def __init__(self, world: World, *, as_text: bool):
         self._is_first, self._as_text = world.process_index == 0, as_text
         self._who = f"process {world.process_index} on {socket.gethostname()}"
-        self._findings: list[Finding] = []
+        self._findings: list[CheckResult] = []
         # Only the report goes to stdout, where gloo prints a greeting for every new group of processes, from C++.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def add(self, findings: Iterable[Finding]) -> None:
+    def add(self, findings: Iterable[CheckResult]) -> None:
         for finding in findings:
             self._findings.append(finding)
             if self._is_first and self._as_text:
@@ -134,7 +134,7 @@ class _Report:
             print(f"{report['who']}:", file=self._out)
             for finding in report["findings"]:
                 if finding["level"] != "ok":
-                    print(Finding(**finding).line(), file=self._out)
+                    print(CheckResult(**finding).line(), file=self._out)
         counts = {level: levels.count(level) for level in ("ok", "warn", "fail")}
         print(", ".join(f"{count} {level}" for level, count in counts.items()), file=self._out, flush=True)
         return code

@@ -18,7 +18,7 @@ from openpi_train.runtime import xla
 from openpi_train.runtime.exits import DONE, USAGE
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import check_host, check_run
-from openpi_train.tools.check_host import Finding
+from openpi_train.tools.check_host import CheckResult
 
 GPU_ROW = "NVIDIA H100 80GB HBM3, 570.86.10, 81559, 4\n"
 
@@ -68,7 +68,7 @@ def test_a_full_disk_and_a_missing_dataset_are_told_together_with_code_2(tmp_pat
     found = json.loads(done.stdout)
     assert not found["ok"]
     (process,) = found["processes"]
-    failed = lines([Finding(**finding) for finding in process["findings"]], "fail")
+    failed = lines([CheckResult(**finding) for finding in process["findings"]], "fail")
     assert any(
         f"are free in {full}, two checkpoints need" in line and "--checkpoint-base-dir" in line for line in failed
     )
@@ -302,5 +302,5 @@ def test_a_run_that_does_not_fit_is_told_before_it_is_started(tmp_path):
 
 def test_every_finding_that_is_not_well_says_what_to_do():
     with pytest.raises(AssertionError, match="without what to do"):
-        Finding("fail", "disk", "full")
-    assert Finding("warn", "disk", "slow", "buy another").line().splitlines()[1].strip() == "-> buy another"
+        CheckResult("fail", "disk", "full")
+    assert CheckResult("warn", "disk", "slow", "buy another").line().splitlines()[1].strip() == "-> buy another"
