@@ -240,8 +240,8 @@ def test_what_is_no_replay_buffer_or_does_not_fit_together_is_refused(tmp_path):
     refused(tmp_path, "holds no zarr store; give a folder with .zgroup or zarr.json", FileNotFoundError)
     zarr.open_group(str(tmp_path / "empty.zarr"), mode="w", zarr_format=2)
     refused(tmp_path / "empty.zarr", "needs meta/episode_ends and arrays in data/, but has no arrays")
-    short = write(tmp_path / "short.zarr", arms() | {"state": arms()["state"][:20]})
-    refused(short, r"data/state has 20 rows, but its last episode ends at 27: the store was not written completely")
+    short = write(tmp_path / "short.zarr", {name: values[:20] for name, values in arms().items()})
+    refused(short, r"none of its arrays has a row for each of the 27 steps .*state: 20 rows.* not written completely")
     falling = write(tmp_path / "falling.zarr", arms(), lengths=(20, -5, 12))
     refused(falling, r"must be integers that increase .* int64 \[3\], beginning with \[20, 15, 27\]")
     between = push_t() | {"img": push_t()["img"] / 255}
