@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from openpi_train.data.lerobot.encode import encode
 from openpi_train.data.source import BadRecord
 
 FRONT = "observation.images.front"
@@ -225,3 +226,39 @@ def test_a_listed_feature_that_no_file_has_is_left_out_with_the_reason(broken):
     parquet.write_table(table.append_column("observation.force", force), path)
     with pytest.raises(BadRecord, match=r"episode 0: the file lacks observation\.force, which other files"):
         copy.open()
+
+
+SHAPES = {
+    "channels first by its numbers alone": ([3, 48, 64], ["height", "width", "channels"], 0),
+    "channels first without names": ([3, 48, 64], None, 0),
+    "width first": ([64, 48, 3], ["width", "height", "channels"], 0),
+    "another size": ([96, 128, 3], ["height", "width", "channels"], 1),
+}
+
+
+@pytest.mark.parametrize("name", ["v30_video", "v21_image"])
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_camera_has_the_size_of_its_files_whatever_info_json_says(broken, name, case):
+    shape, names, told = SHAPES[case]
+    copy = broken(name)
+    frames = copy.open().frames(np.arange(60), FRONT.replace(".", "/"))
+    features = json.loads((copy.root / "meta/info.json").read_text())["features"]
+    features[FRONT] |= {"shape": shape, "names": names}
+    copy.edit_info(features=features)
+    source = copy.open()
+    np.testing.assert_array_equal(source.frames(np.arange(60), FRONT.replace(".", "/")), frames)
+    assert source.frames(np.arange(0), FRONT.replace(".", "/")).shape == (0, 48, 64, 3)
+    assert [(finding.kind, finding.where) for finding in source.findings] == [
+        ("a camera of another size", FRONT)
+    ] * told
+
+
+def test_a_video_of_another_size_than_its_camera_s_others_costs_its_episode(broken):
+    copy = broken("v21_video")
+    (video,) = copy.root.rglob(f"{FRONT}/episode_000000.mp4")
+    video.unlink()
+    grey = (np.full((32, 40, 3), step, np.uint8) for step in range(20))
+    encode(video, grey, (32, 40), fps=10, codec="h264")
+    with pytest.raises(BadRecord, match=r"episode 0: .*000000\.mp4 is 32x40; the camera's other videos are 48x64"):
+        copy.open()
+    assert copy.open(on_bad_record="skip").num_episodes == 2
