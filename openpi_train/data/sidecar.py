@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from openpi_train.runtime import locks
 logger = logging.getLogger(__name__)
 
 # Increase it when the content of the tables changes: all indexes are then built again.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Sidecar(abc.ABC):
         """Read the dataset and write its tables; returns the format's entries of the manifest.
 
         These are at least `cameras`, `dropped` and `skipped` (reasons by name), and `findings` (`Finding.as_json`) if
-        there are any. Raises as `survey`, and BadRecord; OSError if the system failed: then there is no index.
+        there are any. Raises as `survey`, and BadRecord; OSError if the system failed (`damage.py`): then there is no
+        index, as a file that could not be read may be sound.
         """
 
     @abc.abstractmethod
@@ -142,6 +144,23 @@ class Sidecar(abc.ABC):
         draft = self.place / f".tables.{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
+        try:
+            manifest = self._written(draft)
+        except BaseException:
+            # A full disk must not stay full of half an index.
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        logger.info(
+            "%s: index done in %.1f s: %d episodes, %d steps, cameras %s, %d episodes dropped",
+            *(self.label, time.monotonic() - started, manifest["num_episodes"], manifest["num_steps"]),
+            *(list(manifest["cameras"]), sum(episodes for episodes, _ in self.dropped(manifest))),
+        )
+        for name, why in manifest["skipped"].items():
+            logger.info("%s: %s is not in the index: %s", self.label, name, why)
+        return tables.open_tables(self.place, manifest, check_crc=self.config.check_crc)
+
+    def _written(self, draft: Path) -> dict[str, Any]:
+        """Write the tables and then the manifest; returns the manifest as a later open will read it."""
         manifest = {"format": FORMAT, "dataset": self.dataset, **self.write(draft)}
         prompts = json.loads((draft / tables.PROMPTS).read_text(encoding="utf-8"))
         ends = np.load(draft / "episode_ends.npy")
@@ -152,16 +171,7 @@ class Sidecar(abc.ABC):
             "files": tables.list_files(draft),
         }
         manifest["tables"] = f"tables-{manifest['fingerprint'][:12]}"
-        # The manifest as a later open will read it, so that both see the same.
-        manifest = tables.publish(self.place, draft, manifest)
-        logger.info(
-            "%s: index done in %.1f s: %d episodes, %d steps, cameras %s, %d episodes dropped",
-            *(self.label, time.monotonic() - started, manifest["num_episodes"], manifest["num_steps"]),
-            *(list(manifest["cameras"]), sum(episodes for episodes, _ in self.dropped(manifest))),
-        )
-        for name, why in manifest["skipped"].items():
-            logger.info("%s: %s is not in the index: %s", self.label, name, why)
-        return tables.open_tables(self.place, manifest, check_crc=self.config.check_crc)
+        return tables.publish(self.place, draft, manifest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,14 +222,28 @@ def stat_files(root: Path, names: Sequence[str], *, what: str, how: str) -> list
 
     Args: for the message, `what` files are missing ("files of ... are missing") and `how` to get them.
     """
-    missing = [name for name in names if not (root / name).is_file()]
+    found = {name: _stat(root / name) for name in names}
+    missing = [name for name, status in found.items() if status is None]
     if missing:
         raise FileNotFoundError(
             f"{len(missing)} of the {len(names)} {what}: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. {how}"
         )
-    stats = [(root / name).stat() for name in names]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found.items() if status is not None]
+
+
+def missing_files(root: Path, names: Sequence[str]) -> list[str]:
+    """Those of the files that are not there."""
+    return [name for name in names if _stat(root / name) is None]
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """A file's; None if there is no such file. Raises OSError if the system does not say."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def first_changed(root: Path, files: Iterable[Sequence[Any]]) -> str | None:

@@ -91,12 +91,12 @@ def list_files(directory: Path) -> dict[str, dict[str, int]]:
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest; None if it is missing or, with a warning, unreadable."""
+    """The manifest; None if it is missing or, with a warning, damaged. Raises OSError if the system cannot read it."""
     try:
         manifest = files.read_json(root / MANIFEST)
         if not isinstance(manifest, dict):
             raise ValueError(f"it holds {type(manifest).__name__}")
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         logger.warning("%s cannot be read: %s", root / MANIFEST, error)

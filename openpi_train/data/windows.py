@@ -8,7 +8,7 @@ before its beginning the first observation and action repeat, after its end the 
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -114,8 +114,13 @@ class Windows:
                 flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
                 raise ValueError(
                     f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset does not have; "
-                    f"it has {', '.join(self.source.cameras) or 'no images'}: set {flag}"
+                    f"it has {', '.join(self.source.cameras) or 'no images'}: set {flag}{self._left_out([feature])}"
                 )
+
+    def _left_out(self, wanted: Container[str]) -> str:
+        """Sentences on those of the wanted columns and cameras that the dataset has but its source leaves out."""
+        found = {name: why for name, why in self.source.about().left_out.items() if name in wanted}
+        return "".join(f". {name} is left out: {why}" for name, why in found.items())
 
     def __getstate__(self) -> dict[str, Any]:
         # Data workers read the (memory-mapped) columns again, which is cheaper than copying them.
@@ -131,7 +136,10 @@ class Windows:
     @functools.cached_property
     def steps(self) -> Steps:
         """The whole dataset in the robot's units."""
-        steps = self.robot.read(self.source.columns, self.source.episode_ends)
+        try:
+            steps = self.robot.read(self.source.columns, self.source.episode_ends)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._left_out(str(error))}") from error
         widths = {"state": len(self.robot.state_names), "actions": len(self.robot.action_names)}
         for name, width in widths.items():
             if getattr(steps, name).shape != (self.source.num_steps, width):

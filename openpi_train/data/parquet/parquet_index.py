@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import image, tables
+from openpi_train.data.damage import raise_if_system
 from openpi_train.data.parquet.parquet_scan import ScannedFile, scan_file
 from openpi_train.data.parquet.parquet_source import ParquetSource
 from openpi_train.data.progress import Progress
@@ -49,7 +50,9 @@ def parquet_files(path: str | Path) -> list[str]:
     where = Path(path).expanduser()
     if where.is_file():
         return [where.name] if where.suffix == ".parquet" else []
-    return sorted(file.name for file in where.glob("*.parquet")) if where.is_dir() else []
+    # macOS leaves a file `._a.parquet` beside `a.parquet` on disks of other systems.
+    found = where.glob("*.parquet") if where.is_dir() else ()
+    return sorted(file.name for file in found if not file.name.startswith("."))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +93,11 @@ class ParquetIndex(Sidecar):
 
         def scan(number: int) -> ScannedFile | str:
             progress.add()
+            path = self.folder / sources[number][0]
             try:
-                return scan_file(self.folder / sources[number][0], folder / f"{number}.bin")
+                return scan_file(path, folder / f"{number}.bin")
             except (OSError, ValueError, KeyError) as error:  # what pyarrow raises for damaged files
+                raise_if_system(error, path)
                 return str(error)
 
         found = progress.in_threads(scan, range(len(sources)), os.cpu_count() or 1)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from openpi_train.data import tables
+from openpi_train.data.damage import of_record
 from openpi_train.data.rlds.schema import read_about
-from openpi_train.data.source import About, BadRecord
+from openpi_train.data.source import About
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
 
@@ -33,7 +34,7 @@ class RldsSource(StoredSource):
         try:
             return read_span(*self._files[shard], offset, length)
         except OSError as error:
-            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+            raise of_record(error, f"{self.describe(step)}, {camera}") from error
 
     def about(self) -> About:
         return read_about(self._root, self.stored.manifest["prompt_feature"], self.stored.manifest["skipped"])

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.damage import raise_if_system
 from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.json_array import entries_of_array
@@ -113,6 +114,7 @@ class TextFile:
                         number += 1
                         yield number, {name: _without_nulls(value) for name, value in row.items()}
         except (pyarrow.ArrowException, OSError) as error:
+            raise_if_system(error, self.path)
             raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
 
 
