@@ -6,6 +6,7 @@ A robot that converts in another way, as Aloha with pi0's signs and grippers, ha
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -81,8 +82,8 @@ _ADVICE = {"Aloha": " (--data.datasets.0.robot.no-adapt-to-pi)"}
 
 def _differing(found: np.ndarray, expected: np.ndarray, names: tuple[str, ...]) -> list[str]:
     """The names of dims, the last axis, that are not as expected everywhere."""
-    same = np.isclose(found, expected, rtol=0, atol=_ROUNDING).reshape(-1, len(names)).all(axis=0)
-    return [name for name, equal in zip(names, same, strict=True) if not equal]
+    apart = np.abs(found - expected).reshape(-1, len(names)).max(axis=0)
+    return [name for name, most in zip(names, apart.tolist(), strict=True) if not most <= _ROUNDING]
 
 
 def robots_of(stored: "Stored") -> Mapping[str, Robot]:
@@ -126,3 +127,13 @@ def check_action_dims(stored: "Stored", robot: Robot) -> None:
             f"{type(robot).__name__}, are {given.in_words()}: the robot would move otherwise than it was trained. Give "
             "an experiment whose robot has the same relative dims (its delta_mask; docs/your_own_robot.md)"
         )
+
+
+def openpis_transforms(robot: Robot) -> str | None:
+    """What a config of openpi's must say of the robot's actions, as its checkpoints cannot; None if nothing."""
+    runs = [(value, len(list(group))) for value, group in itertools.groupby(robot.delta_mask or ())]
+    mask = ", ".join(str(count if value else -count) for value, count in runs)
+    found = [f"DeltaActions and AbsoluteActions of make_bool_mask({mask})"] if any(robot.delta_mask or ()) else []
+    if getattr(robot, "adapt_to_pi", False):
+        found.insert(0, "AlohaInputs and AlohaOutputs with adapt_to_pi")
+    return ", ".join(found) or None

@@ -28,7 +28,7 @@ from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
-from openpi_train.interop.robot_actions import check_action_dims
+from openpi_train.interop.robot_actions import check_action_dims, openpis_transforms
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
@@ -214,6 +214,9 @@ class CheckpointConversion:
             f"{f'{len(state)} leaves of training state' if state else 'no training state'}, "
             f"{self.size_bytes / 1e9:.3g} GB, norm stats: {', '.join(wanted.norm_stats) or 'none'}",
         ]
+        said = {openpis_transforms(robot) for robot in wanted.robots.values()} - {None}
+        if said and self.form.name.startswith("openpi"):
+            lines.append(f"a config of openpi's for it needs {'; or '.join(sorted(map(str, said)))}")
         if self.left_out:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
         if self.norm_stats_left_out:
