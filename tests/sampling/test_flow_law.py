@@ -1,5 +1,8 @@
 """The law of flows: what is drawn has the probability that it is scored with, and its gradient is the policy's."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,8 @@ from openpi_train.keys import draw_noise, row_keys
 from openpi_train.sampling.flow import euler
 from openpi_train.sampling.flow_law import FlowLaw
 from openpi_train.types import ChainTraces, Observation, tree_of
+
+FLOW_SDE = json.loads((Path(__file__).parent / "flow_sde" / "recorded.json").read_text())
 
 
 class Field:
@@ -58,7 +63,7 @@ def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
     t = np.array([1.0, 0.75, 0.5, 0.25])[:, None, None]
     v, std = gaussian(noisy[:, :-1], t), 0.001 + 0.399 * t
     if corrected:
-        sigma = 0.4 * np.sqrt(np.minimum(t, 0.75) / (1 - np.minimum(t, 0.75)))
+        sigma = 0.4 * np.sqrt(t / (1 - np.minimum(t, 0.75)))
         std = sigma / 2
         v = v + sigma**2 / (2 * t) * (noisy[:, :-1] + (1 - t) * v)
     expected = norm.logpdf(noisy[:, 1:], noisy[:, :-1] - v / 4, std).sum((-2, -1))
@@ -66,6 +71,17 @@ def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
     np.testing.assert_allclose(found.log_prob, expected, rtol=1e-4, atol=1e-4)
     score = jax.jit(lambda traces: law.scores(model, traces).log_prob)
     np.testing.assert_array_equal(jnp.exp(score(traces) - score(traces)), 1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 10])
+def test_a_step_has_the_mean_and_the_deviation_of_rlinf_and_flow_grpo(num_steps):
+    """At time 1, too, where the diffusion is infinite; `flow_sde/make.py` recorded what their code gives."""
+    law, recorded = FlowLaw(num_steps=num_steps, noise=FLOW_SDE["noise"]), FLOW_SDE["steps"][str(num_steps)]
+    time = jnp.asarray(law.times())
+    mean = law.mean(jnp.asarray(recorded["noisy"]), jnp.asarray(recorded["velocity"]), time)
+    # The times are sums in float32 here.
+    np.testing.assert_allclose(mean, recorded["mean"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(law.std(time), recorded["std"], rtol=1e-5)
 
 
 def test_mean_is_that_of_the_reference_form():
