@@ -149,14 +149,14 @@ class RobotPractice(Practice):
         def several(count: int, tree: Any) -> Any:
             return jax.tree.map(lambda leaf: of(leaf.dtype, count, *leaf.shape[1:]), tree)
 
-        observation = several(queries, rows.observation)
-        kept = law.kept_spec(rows.actions.shape[1:])
-        kept = {name: of(leaf.dtype, queries, *leaf.shape) for name, leaf in kept.items()}
-        numbers = ("advantages", "log_probs", "reference_log_probs", "values", "returns")
+        observation, chunk = several(queries, rows.observation), rows.actions.shape[1:]
+        kept = {name: of(leaf.dtype, queries, *leaf.shape) for name, leaf in law.kept_spec(chunk).items()}
+        numbers = ("advantages", "log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns")
         return tree_of(
             PracticeBatch,
-            traces=law.traces(observation, kept, of(jnp.int32)),
+            traces=law.traces(observation, kept, of(jnp.bool_, queries, *chunk), of(jnp.int32)),
             mask=of(jnp.bool_, queries * law.num_units),
+            is_attempt=of(jnp.bool_),
             is_fresh=of(jnp.bool_),
             demonstrations=several(self.num_demonstrations, rows) if self.num_demonstrations else None,
             **dict.fromkeys(numbers, of(jnp.float32, queries * law.num_units)),

@@ -134,12 +134,14 @@ class TextPractice(Practice):
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         units = dict.fromkeys(
-            ("advantages", "log_probs", "reference_log_probs", "values", "returns"), of(jnp.float32, length - 1)
+            ("advantages", "log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns"),
+            of(jnp.float32, length - 1),
         )
         return tree_of(
             PracticeBatch,
             traces=tree_of(TokenTraces, texts=texts, num_tokens=of(jnp.int32)),
             mask=of(jnp.bool_, length - 1),
+            is_attempt=of(jnp.bool_),
             is_fresh=of(jnp.bool_),
             **units,
         )

@@ -222,6 +222,7 @@ def test_attempts_that_were_cut_may_stay_out_of_the_loss():
     attempts = [attempt for batch in batches for attempt in attempts_of(batch)]
     is_cut = [2 + (draw + number) % (UNITS - 1) == UNITS for draw, number in attempts]
     assert masks.any(axis=1).tolist() == [not cut for cut in is_cut] and any(is_cut)
+    assert all(batch.is_attempt.all() for batch in batches)
 
 
 def test_rows_that_fill_an_iteration_count_nowhere():
@@ -230,6 +231,7 @@ def test_rows_that_fill_an_iteration_count_nowhere():
     batches = [feed.next(state) for _ in range(3)]
     masks, advantages = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("mask", "advantages"))
     assert masks.any(axis=1).sum() == 3 and not advantages[~masks].any()
+    np.testing.assert_array_equal(np.concatenate([batch.is_attempt for batch in batches]), masks.any(axis=1))
 
 
 @pytest.mark.slow
@@ -246,6 +248,8 @@ def test_the_first_ratio_is_exactly_one():
     feed, state, step, plan = made()
     found, _ = trained(feed, state, step, plan, 12)
     assert [one["ratio"] == 1 for one in found] == [True, *[False] * 5] * 2
+    # In the first iteration the sampler says what training does; then the parameter has changed, not what is scripted.
+    assert [one["sampling_difference"] == 0 for one in found] == [True] * 6 + [False] * 6
 
 
 @pytest.mark.slow

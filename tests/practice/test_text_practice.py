@@ -144,6 +144,7 @@ def test_what_acts_is_scored_by_its_own_law(make, monkeypatch):
     for row in range(len(attempts)):
         recorded = columns["log_probs"][row][attempts.mask[row]]
         np.testing.assert_allclose(recorded, by_row[row], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(columns["sampling_log_probs"][row][attempts.mask[row]], np.float32(by_row[row]))
     assert found[0]["ratio"] == 1
     for one in found[1:]:
         assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["approx_kl"] < 1e-10
@@ -154,6 +155,8 @@ def test_with_limits_ratios_stay_one_where_nothing_is_learnt(make):
     _, found = make().steps(8)
     for one in found:
         assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["clip_fraction"] == 0
+        # The sampler tells the probabilities with which it drew, within its limits.
+        assert one["sampling_difference"] < 1e-4 and one["sampling_far"] == 0
 
 
 @pytest.mark.slow
