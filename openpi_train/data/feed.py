@@ -152,7 +152,7 @@ class RowFeed(Feed):
         rows_before = rows_of(position)
         if position["batch_size"] != self._batch_size:
             logger.info(
-                "data: the run had batches of %d rows and goes on with %d: it has seen %d rows, and goes on behind them",
+                "data: the run had batches of %d rows and goes on with %d, behind the %d rows that it has seen",
                 *(position["batch_size"], self._batch_size, rows_before),
             )
         self._stop_reading()

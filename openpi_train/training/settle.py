@@ -54,10 +54,11 @@ def settle(given: Experiment, world: World) -> Settled:
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     for line in lines:
         logger.info("%s", line)
+    experiment.check(jax.device_count())
+    check_run(given)  # what differs from a run that goes on is told before it is planned
     examined = examine(experiment, world)
     experiment = with_checked_attention(experiment)
     require_state(experiment, examined)
-    check_run(given)
     data = open_in_turn(experiment)
     if given.num_epochs is not None:
         found = begun(given) if jax.process_index() == 0 else None

@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_with_another_batch_size_sees_every_row_once_and_in_o
     for name, column in expected.items():
         np.testing.assert_array_equal(np.concatenate([batch[name] for batch, _ in seen]), column)
     assert share == rows.proportions(number)
-    told = f"had batches of {sizes[0]} rows and goes on with {sizes[1]}: it has seen {3 * sizes[0]} rows"
+    told = f"had batches of {sizes[0]} rows and goes on with {sizes[1]}, behind the {3 * sizes[0]} rows that"
     assert told in caplog.text
 
 
