@@ -91,6 +91,11 @@ def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))
 
 
+def is_on(experiment: Experiment, source: SourceConfig) -> bool:
+    """Whether this is the experiment's only dataset."""
+    return [dataset.source for dataset in experiment.demonstrations.datasets] == [source]
+
+
 def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
     """The experiment with its only dataset replaced by a LeRobot one, a folder or a name on the hub, as openpi does it.
 

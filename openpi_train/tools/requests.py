@@ -29,6 +29,20 @@ class ListRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeRequest(Request):
+    """Continue a run as it was started, from its newest good checkpoint.
+
+    All values are those of the run's experiment.json. Fields of the experiment that are given as flags replace them,
+    and what differs is listed first: resume checkpoints/debug/x --num-train-steps 20000
+    """
+
+    # The run's directory, <base>/<experiment>/<name>.
+    run: Annotated[Path, Positional, arg(metavar="RUN")]
+    # The run's experiment, file.py:name, if it uses classes of your own and their file was moved.
+    experiment: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StatsRequest(Request):
     """Norm statistics of an experiment's data, per dimension, written where training finds them.
 

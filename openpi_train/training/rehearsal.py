@@ -28,6 +28,8 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     given = experiment
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     print("\n".join(lines))
+    experiment.check(jax.device_count())
+    check_run(given)
     prepared = prepare_without_data(experiment, world)
     memory = prepared.memory
     counts = {
@@ -39,7 +41,6 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
         print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
     require(memory, prepared.available_bytes, jax.device_count(), experiment)
-    check_run(given)
     require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
     if begins(given):
         check_start_weights(experiment)

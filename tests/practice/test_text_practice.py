@@ -273,3 +273,10 @@ def test_settings_that_cannot_work_are_refused(make, changes, message):
     with pytest.raises(UsageError) as caught:
         dataclasses.replace(make().experiment, **changes).check(1)
     assert message in str(caught.value)
+
+
+def test_epochs_of_a_run_that_goes_on_with_other_sizes_count_what_was_done(make):
+    """Two iterations of four prompts and four steps are done; of six prompts, four times, 16 remain."""
+    experiment = make().experiment
+    data = experiment.open_data()
+    assert settle._in_steps(4, experiment, data, (8, {"iteration": 2, "draws": 8})) == 8 + 4 * 4
