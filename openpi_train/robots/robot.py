@@ -47,6 +47,11 @@ class Robot(abc.ABC):
         """A name per state dim, with its unit at the end."""
 
     @property
+    def delta_reference(self) -> tuple[int, ...]:
+        """Per action dim, the place of the state dim that it is relative to; of no meaning in absolute dims."""
+        return tuple(range(len(self.action_names)))
+
+    @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys for the parts of the state in a request, in order; the whole state, `state`, is always accepted."""
         return ("observation/state",)
@@ -100,7 +105,7 @@ class Robot(abc.ABC):
 
     def _offset(self, state: np.ndarray, width: int) -> np.ndarray:
         """The reference of relative actions with `width` dims, [..., 1, width]; 0 in absolute dims."""
-        mask = np.asarray(self.delta_mask, bool)
+        places = np.flatnonzero(np.asarray(self.delta_mask, bool))
         offset = np.zeros((*state.shape[:-1], 1, width), state.dtype)
-        offset[..., 0, : len(mask)] = np.where(mask, state[..., : len(mask)], 0)
+        offset[..., 0, places] = state[..., np.asarray(self.delta_reference)[places]]
         return offset
