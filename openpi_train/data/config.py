@@ -37,6 +37,9 @@ class Dataset:
     norm_stats: str | None = None
     # One instruction for all episodes, instead of the recorded ones.
     prompt: str | None = None
+    # Leave out episodes without an instruction, and give blank steps of others that of a step beside them. None: for
+    # Bridge, Droid and OpenX. With a `prompt` no episode is without.
+    skip_unlabeled: bool | None = None
     # Held-out episodes are those of this dataset, with the same robot, instead of a fraction of this one's.
     validation: Annotated[SourceConfig | None, tyro.conf.AvoidSubcommands] = None
 

@@ -307,6 +307,7 @@ class Asset:
         shares = [f"{weight / sum(self.weights):.12g}" for weight in self.weights]
         parts = [
             [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
+            + (["skip_unlabeled"] if w.unlabeled.any() else [])
             for w, share in zip(self.windows, shares, strict=True)
         ]
         return _sha256(json.dumps([_VERSION, self.max_samples, parts]).encode())

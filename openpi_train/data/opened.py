@@ -107,6 +107,7 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     model: RowModel = request.model
     config.check_dims(model)
     length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])
+    _report_blank(config, windows, reads_text=length is not None)
     data = open_data(
         config,
         shape=model.window,
@@ -266,6 +267,7 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
             shape=shape,
             validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
             prompt=dataset.prompt,
+            skip_unlabeled=dataset.skip_unlabeled,
             held_out=None if dataset.validation is None else opened(dataset.validation),
         )
         for dataset, source in zip(config.datasets, sources, strict=True)
@@ -324,6 +326,8 @@ def _identity(
             "robot": repr(dataset.robot),
             "weight": dataset.weight,
             "prompt": dataset.prompt,
+            # Only where it changes the rows: earlier runs had no such choice.
+            **({"skip_unlabeled": True} if window.prompt_index is not window.source.prompt_index else {}),
             "norm_stats": None if dataset.norm_stats is None else _digest(stats[dataset.asset]),
         }
         for window, dataset in members
@@ -336,6 +340,26 @@ def _identity(
 def _digest(stats: Mapping[str, NormStats]) -> str:
     entries = {name: [*entry.values()] for name, entry in norm_stats_json(stats)["norm_stats"].items()}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _report_blank(config: DataConfig, windows: Sequence[Windows], *, reads_text: bool) -> None:
+    """Log the episodes that are left out without an instruction, and the samples that have none."""
+    for dataset, window in zip(config.datasets, windows, strict=True):
+        if skipped := int(window.unlabeled.sum()):
+            logger.info(
+                "data: %s: %d of %d episodes have no instruction and are left out (--data.datasets.N.skip-unlabeled)",
+                *(dataset.asset, skipped, window.source.num_episodes),
+            )
+        if blank := window.num_blank:
+            logger.log(
+                logging.WARNING if reads_text else logging.INFO,
+                "data: %s: %d of %d training samples have no instruction%s",
+                *(dataset.asset, blank, len(window)),
+                "; the model learns them with an empty prompt (leave them out with --data.datasets.N.skip-unlabeled "
+                "True, or give one for all with --data.datasets.N.prompt)"
+                if reads_text
+                else "",
+            )
 
 
 def _report(opened: OpenedDatasets) -> None:

@@ -31,6 +31,8 @@ class Robot(abc.ABC):
     # Camera slot of the model -> image feature of the dataset. Add a new slot here, and for a diffusion policy also in
     # `--model.cameras`.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Whether episodes without an instruction are left out, as a rule: where much of a robot's public data has none.
+    skip_unlabeled: ClassVar[bool] = False
     # Control steps per second.
     control_hz: ClassVar[float]
     # Per action dim, whether the model sees it relative to the state at the chunk's start; None for no dim.
