@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from openpi_train.data import findings, places, tables
+from openpi_train.data.instructions import unlabeled
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.runtime import locks
 
@@ -164,6 +165,9 @@ class Sidecar(abc.ABC):
         manifest = {"format": FORMAT, "dataset": self.dataset, **self.write(draft)}
         prompts = json.loads((draft / tables.PROMPTS).read_text(encoding="utf-8"))
         ends = np.load(draft / "episode_ends.npy")
+        lacking = unlabeled(prompts, np.load(draft / "prompt_index.npy"), ends)
+        if lacking is not None:
+            manifest["findings"] = [*manifest.get("findings", ()), lacking.as_json()]
         manifest |= {
             "num_episodes": len(ends),
             "num_steps": int(ends[-1]),

@@ -120,6 +120,11 @@ class Source(abc.ABC):
         """The dataset's description, read from its metadata at every call."""
         return About()
 
+    @property
+    def recorded_hz(self) -> float | None:
+        """The control rate that the dataset says; None if it says none."""
+        return self.about().control_hz
+
     @abc.abstractmethod
     def describe(self, step: int) -> str:
         """Where a step is stored, for messages: file, record number, episode and step in it."""

@@ -12,7 +12,7 @@ from typing import Any
 from openpi_train.data.files import read_json
 from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, read_layout
 from openpi_train.data.source import column_name
-from openpi_train.robots.dataset_arm import DatasetArm
+from openpi_train.robots.dataset_arm import GRIPPERS, DatasetArm
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def described(folder: str | Path, slots: Sequence[str] | None = None, *, relativ
         action_dims=_names(info["features"][action], "action"),
         rate_hz=float(info["fps"]),
         relative=relative,
+        grippers=GRIPPERS,
     )
 
 

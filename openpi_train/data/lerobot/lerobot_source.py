@@ -69,6 +69,11 @@ class LeRobotSource(StoredSource):
             robot_type=info.get("robot_type"),
         )
 
+    @property
+    def recorded_hz(self) -> float | None:
+        """See `Source.recorded_hz`; the episodes' metadata are not read."""
+        return files.read_json(self._root / INFO_FILE).get("fps")
+
     def describe(self, step: int) -> str:
         episode = self.episode_of(step)
         file = self.stored.manifest["sources"][int(self.stored.arrays["data_files"][episode])][0]
