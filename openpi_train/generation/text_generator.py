@@ -1,7 +1,6 @@
 """`TextGenerator`: completions as texts, of texts or conversations. Read next: `generator.py`, `completion_text.py`."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from openpi_train.data.text.chat_template import ChatTemplate, Message, Variables
@@ -10,22 +9,6 @@ from openpi_train.generation.completion_text import CompletionText, NewText
 from openpi_train.generation.generator import GenerationRequest, Generator, joined
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.runtime.exits import UsageError
-
-_CONFIG = "generation_config.json"
-
-
-def end_tokens(tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's own, and those of its model's generation_config.json.
-
-    Chat models end a turn with another token than a document.
-    """
-    found = [] if tokenizer.eos is None else [tokenizer.eos]
-    try:
-        said = json.loads(tokenizer.files.get(_CONFIG, b"{}")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise UsageError(f"{tokenizer.name}: {_CONFIG} is damaged ({error}); fetch it again") from error
-    found += said if isinstance(said, list) else [said]
-    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 class TextGenerator:
@@ -46,7 +29,7 @@ class TextGenerator:
         Raises ValueError if the template refuses the conversation, UsageError if there is no template.
         """
         if isinstance(given, str):
-            return [*self.tokenizer.begin, *self.tokenizer.encode([given])[0].tokens]
+            return self.tokenizer.begun(self.tokenizer.encode([given])[0].tokens)
         self.check_conversations()
         variables = variables or {}
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
