@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from openpi_train.data.text.chat_template import ChatTemplate, Message, Variables
 from openpi_train.data.text.text_tokenizer import TextTokenizer
-from openpi_train.generation.completion_text import CompletionText, NewText
-from openpi_train.generation.generator import GenerationRequest, Generator, joined
+from openpi_train.generation.completion_text import CompletionText, NewText, whole
+from openpi_train.generation.generator import GenerationRequest, Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.runtime.exits import UsageError
 
@@ -130,7 +130,4 @@ class TextGenerator:
             for one in self.step():
                 parts[one.tokens.id].append(one)
             after_step()
-        return [
-            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
-            for own in parts.values()
-        ]
+        return [whole(own) for own in parts.values()]
