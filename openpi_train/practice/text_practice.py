@@ -44,7 +44,8 @@ class TextPractice(Practice):
     completions_per_device: int = at_least(1, 64)
     # The longest time that a reward function may take for one completion. Only for functions file.py:function.
     reward_timeout_s: float = 30.0
-    # What a completion has whose reward function takes longer: the run ends, or the completion has no reward.
+    # What a completion has whose reward function takes longer, or ends its process: the run ends, or the completion has
+    # no reward.
     on_reward_timeout: Literal["error", "none"] = "error"
 
     def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:

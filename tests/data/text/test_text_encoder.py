@@ -33,6 +33,35 @@ def test_a_text_has_bos_and_eos_and_all_its_tokens_are_targets():
     assert found.tokens.tolist() == ids("It is four.</s>")  # ended already
 
 
+def test_texts_that_were_rendered_beforehand_begin_and_end_once():
+    rendered = "<s><|im_start|>user\nfour?<|im_end|>\n"
+    of = encoder()
+    for text, tokens in [
+        ("<s>It is four.", [*ids("It is four."), 2]),
+        ("<s>It is four.</s>", ids("It is four.</s>")),
+        ("It is four.</s>\n", ids("It is four.</s>\n")),
+        ("It is four.</s> \n\n", ids("It is four.</s> \n\n")),
+        ("It is</s>\n four.", [*ids("It is</s>\n four."), 2]),
+        (rendered, [*ids(rendered.removeprefix("<s>")), 2]),
+    ]:
+        (found,) = of.encode(example_of({"text": text}))
+        assert (found.tokens.tolist(), found.targets.all()) == (tokens, True)
+    prompt, answer = rendered + "<|im_start|>assistant\n", "It is four.</s>\n"
+    (found,) = of.encode(example_of({"prompt": prompt, "completion": answer}))
+    assert found.tokens.tolist() == ids(prompt.removeprefix("<s>") + answer)
+    assert target_text(of, found) == answer
+    (found,) = of.encode(example_of({"prompt": prompt}))
+    assert found.tokens.tolist() == ids(prompt.removeprefix("<s>"))
+
+
+def test_a_text_that_ends_as_the_models_turns_do_has_ended():
+    files = chats.files() | {"generation_config.json": b'{"eos_token_id": [2, 4]}'}
+    of = TextEncoder(tokenizer=chats.TextTokenizer(files, "tiny"), templates={})
+    (found,) = of.encode(example_of({"text": "four.<|im_end|>\n"}))
+    assert found.tokens.tolist() == ids("four.<|im_end|>\n")
+    assert of.digest != encoder().digest
+
+
 @pytest.mark.parametrize("make", [chats.byte_level, chats.word_pieces])
 def test_the_completion_and_the_eos_token_are_targets_where_pad_is_eos(make):
     of = encoder(make=make)
