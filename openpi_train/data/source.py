@@ -16,6 +16,8 @@ from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
+# Columns of time stamps, by the last part of their names.
+_TIMES = ("timestamp", "timestamps", "time")
 # A wider column is an embedding, not a state: with 512 floats per step it would outweigh the rest of an index.
 WIDEST_COLUMN = 256
 
@@ -119,6 +121,16 @@ class Source(abc.ABC):
     def about(self) -> About:
         """The dataset's description, read from its metadata at every call."""
         return About()
+
+    def times(self, first: int, end: int) -> np.ndarray | None:
+        """The recorded time stamps of the steps `first` up to `end`, whole episodes, in the dataset's unit.
+
+        None if it has none. Raises OSError or ValueError if they cannot be read.
+        """
+        for name, column in self.columns.items():
+            if name.rpartition("/")[2] in _TIMES and column.size == len(column):
+                return np.asarray(column[first:end]).reshape(-1)
+        return None
 
     @abc.abstractmethod
     def describe(self, step: int) -> str:
