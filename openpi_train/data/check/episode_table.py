@@ -81,6 +81,8 @@ def measured(
 ) -> EpisodeTable:
     """The measures of all episodes; those of blocks that an earlier pass has kept are not made again."""
     digests = RowDigests.of([column.values for column in numbers])
+    for column in source.columns.values():
+        _forget(column)
     grippers = gripper_dims(robot)
     key = _key(source, numbers, robot)
     progress = Progress(f"check of {name}", source.num_steps, "steps")

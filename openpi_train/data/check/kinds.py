@@ -13,6 +13,7 @@ from openpi_train.data.check import episode_kinds, number_kinds, picture_kinds, 
 from openpi_train.data.check.examined import Examined
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import Source
+from openpi_train.robots.robot import Robot
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,13 @@ KINDS = (
 
 def examine(data: Examined) -> list[Finding]:
     """The findings of all kinds, after those that opening the dataset told."""
-    found = [finding for kind in KINDS for finding in kind.find(data)]
+    found = []
+    try:
+        _ = data.numbers
+    except ValueError as error:
+        found.append(_unfit(data.robot, error))
+        data = dataclasses.replace(data, robot=None)
+    found += [finding for kind in KINDS for finding in kind.find(data)]
     told = {finding.kind for finding in found}
     return [*(finding for finding in data.source.findings if finding.kind not in told), *found]
 
@@ -62,3 +69,14 @@ def at_opening(name: str, source: Source) -> list[Finding]:
     """The findings of the kinds that columns alone show, for the index of a dataset that is built."""
     data = Examined(name=name, source=source)
     return [finding for kind in KINDS if kind.at_opening for finding in kind.find(data)]
+
+
+def _unfit(robot: Robot | None, error: ValueError) -> Finding:
+    return Finding(
+        kind="robot does not fit",
+        count=1,
+        unit="dataset",
+        what=str(error),
+        training="opening is refused",
+        remedy="Choose the robot that recorded these data, or name its columns",
+    )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -71,7 +72,7 @@ def frozen(data: Examined) -> Iterator[Finding]:
     """Pictures of one episode that are equal to the last pixel, though the robot moved between them."""
     for camera in data.cameras:
         seen = [one for one in pictures(data, camera) if not (one.problem or one.is_black or one.is_blank)]
-        pairs = [(one, other) for one, other in zip(seen, seen[1:], strict=False) if one.episode == other.episode]
+        pairs = [(one, other) for one, other in itertools.pairwise(seen) if one.episode == other.episode]
         moved = [pair for pair in pairs if _moved(data, pair[0].step, pair[1].step)]
         bad = [pair for pair in moved if pair[0].digest == pair[1].digest]
         if bad:
