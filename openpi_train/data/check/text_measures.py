@@ -169,7 +169,7 @@ def _of_example(example: Example, scripts: dict[str, int]) -> dict[str, int]:
         return -1 if found is None else scripts.setdefault(found, len(scripts))
 
     return {
-        "texts": _digest(json.dumps([prompt, *answers, example.label])),
+        "texts": _digest(prompt, *answers, str(example.label)),
         "prompts": _digest(prompt or whole),
         "characters": len(whole),
         "prompt_scripts": script(prompt),
@@ -206,9 +206,10 @@ def _content(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _digest(text: str) -> int:
-    """Of a text, without case and white space between words."""
-    return int.from_bytes(hashlib.sha256(" ".join(text.casefold().split()).encode(errors="replace")).digest()[:8])
+def _digest(*texts: str) -> int:
+    """Of texts, without case and white space between words."""
+    plain = "\0".join(" ".join(text.casefold().split()) for text in texts)
+    return int.from_bytes(hashlib.sha256(plain.encode(errors="replace")).digest()[:8])
 
 
 def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], names: Sequence[str]) -> TextMeasures:
