@@ -103,7 +103,7 @@ def test_a_bug_in_the_check_of_one_dataset_does_not_hide_the_others(monkeypatch,
             raise KeyError("ours")
         yield from ()
 
-    monkeypatch.setattr(kinds, "KINDS", (kinds.FaultKind(broken),))
+    monkeypatch.setattr(kinds, "KINDS", (kinds.FaultKind(broken, ()),))
     datasets = [Dataset(source=FakeData(**SMALL), robot=Bridge(), asset_id=name) for name in ("first", "second")]
     with pytest.raises(KeyError, match="ours"):
         run("mine", experiment=of_robots(*datasets))
@@ -137,11 +137,11 @@ def test_an_interrupted_check_goes_on_and_leaves_nothing_behind(home, tmp_path, 
     def interrupted(data):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS[:-1], kinds.FaultKind(interrupted)))
+    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS[:-1], kinds.FaultKind(interrupted, ())))
     with pytest.raises(KeyboardInterrupt):
         check(path)
     assert list(home.glob("index/check-made.zarr-*/parts/*.npz"))
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS[:-1], kinds.FaultKind(pictures)))
+    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS[:-1], kinds.FaultKind(pictures, ())))
     assert not check(path).findings
     assert not list(home.glob("index/check-*"))
 

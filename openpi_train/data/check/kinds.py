@@ -20,9 +20,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault: what looks for it, and whether opening a dataset for the first time does so already."""
+    """A kind of fault.
+
+    Attributes:
+        find: What looks for it; its docstring says what it is.
+        names: `Finding.kind` of what it tells.
+        at_opening: Whether opening a dataset for the first time looks for it already: in columns alone.
+    """
 
     find: Callable[[Examined], Iterator[Finding]]
+    names: tuple[str, ...]
     at_opening: bool = False
 
     @property
@@ -32,28 +39,31 @@ class FaultKind:
 
 
 KINDS = (
-    FaultKind(number_kinds.not_finite, at_opening=True),
-    FaultKind(number_kinds.constant, at_opening=True),
-    FaultKind(number_kinds.stuck, at_opening=True),
-    FaultKind(number_kinds.clipped, at_opening=True),
-    FaultKind(number_kinds.actions_are_states),
-    FaultKind(number_kinds.gripper_range),
-    FaultKind(episode_kinds.copies, at_opening=True),
-    FaultKind(episode_kinds.nearly_copies, at_opening=True),
-    FaultKind(episode_kinds.flags),
-    FaultKind(episode_kinds.dropped_frames, at_opening=True),
-    FaultKind(episode_kinds.time_jumps, at_opening=True),
-    FaultKind(episode_kinds.time_backwards, at_opening=True),
-    FaultKind(prompt_kinds.mixed_scripts, at_opening=True),
-    FaultKind(picture_kinds.missing_cameras),
-    FaultKind(picture_kinds.unreadable),
-    FaultKind(picture_kinds.black),
-    FaultKind(picture_kinds.frozen),
+    FaultKind(number_kinds.not_finite, ("not finite",), at_opening=True),
+    FaultKind(number_kinds.constant, ("constant dims",), at_opening=True),
+    FaultKind(number_kinds.stuck, ("stuck dims",), at_opening=True),
+    FaultKind(number_kinds.clipped, ("clipped sensors",), at_opening=True),
+    FaultKind(number_kinds.actions_are_states, ("actions are the next states", "actions are the present states")),
+    FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
+    FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
+    FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),
+    FaultKind(episode_kinds.flags, ("flags in some episodes only",)),
+    FaultKind(episode_kinds.dropped_frames, ("dropped frames",), at_opening=True),
+    FaultKind(episode_kinds.time_jumps, ("time stamps that jump",), at_opening=True),
+    FaultKind(episode_kinds.time_backwards, ("time stamps that go back",), at_opening=True),
+    FaultKind(prompt_kinds.mixed_scripts, ("languages mixed",), at_opening=True),
+    FaultKind(picture_kinds.missing_cameras, ("missing cameras",)),
+    FaultKind(picture_kinds.unreadable, ("unreadable pictures",)),
+    FaultKind(picture_kinds.black, ("black pictures",)),
+    FaultKind(picture_kinds.frozen, ("frozen pictures",)),
 )
 
 
 def examine(data: Examined) -> list[Finding]:
-    """The findings of all kinds, after those that opening the dataset told."""
+    """The findings of all kinds, after those of its reader.
+
+    Kinds that the dataset's opening looked for are looked for again, in the columns that the robot reads.
+    """
     found = []
     try:
         _ = data.numbers
@@ -61,8 +71,8 @@ def examine(data: Examined) -> list[Finding]:
         found.append(_unfit(data.robot, error))
         data = dataclasses.replace(data, robot=None)
     found += [finding for kind in KINDS for finding in kind.find(data)]
-    told = {finding.kind for finding in found}
-    return [*(finding for finding in data.source.findings if finding.kind not in told), *found]
+    ours = {name for kind in KINDS for name in kind.names}
+    return [*(finding for finding in data.source.findings if finding.kind not in ours), *found]
 
 
 def at_opening(name: str, source: Source) -> list[Finding]:

@@ -47,22 +47,23 @@ def not_finite(data: Examined) -> Iterator[Finding]:
 
 
 def constant(data: Examined) -> Iterator[Finding]:
-    """Dims that have one value in the whole dataset, but zeros in state and action alike, which are padding."""
+    """Dims that have one value in the whole dataset; zeros count only where the action, or state, beside them moves."""
     if data.source.num_steps < FEWEST_STEPS:
         return
-    held, padding = {}, {}
-    for column in data.numbers:
-        low, high = (_overall(data, what, column.name) for what in ("low", "high"))
-        held[column.role, column.name] = np.flatnonzero(low == high)
-        padding[column.role, column.name] = (low == 0) & (high == 0)
+    ends = {
+        column.name: (_overall(data, "low", column.name), _overall(data, "high", column.name))
+        for column in data.numbers
+    }
     found = []
     for column in data.numbers:
-        others = [zeros for (role, _), zeros in padding.items() if role != column.role]
-        low = _overall(data, "low", column.name)
-        for dim in held[column.role, column.name].tolist():
-            alike = [zeros[dim] for zeros in others if len(zeros) == column.values.shape[1]]
-            if not (low[dim] == 0 and alike and all(alike)):
-                found.append(f"{column.dims[dim]} = {low[dim]:g}")
+        low, high = ends[column.name]
+        # Zeros are padding where nothing belongs to them: an absent object, an arm that this robot lacks.
+        beside = np.zeros(len(low), bool)
+        for other in data.numbers:
+            if other.role != column.role and len(other.dims) == len(column.dims):
+                beside |= ends[other.name][0] < ends[other.name][1]
+        held = (low == high) & ((low != 0) | beside)
+        found += [f"{column.dims[dim]} = {low[dim]:g}" for dim in np.flatnonzero(held).tolist()]
     if found:
         yield Finding(
             kind="constant dims",

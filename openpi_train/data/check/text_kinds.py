@@ -166,9 +166,10 @@ def very_long(data: ExaminedTexts) -> Iterator[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class TextFaultKind:
-    """A kind of fault of texts."""
+    """A kind of fault of texts: what looks for it, and `Finding.kind` of what it tells."""
 
     find: Callable[[ExaminedTexts], Iterator[Finding]]
+    name: str
 
     @property
     def about(self) -> str:
@@ -176,20 +177,17 @@ class TextFaultKind:
         return (self.find.__doc__ or "").partition("\n")[0]
 
 
-TEXT_KINDS = tuple(
-    TextFaultKind(find)
-    for find in (
-        unreadable,
-        types_mixed,
-        blank,
-        no_assistant,
-        no_last_answer,
-        copies,
-        held_out_too,
-        damaged_characters,
-        mixed_scripts,
-        very_long,
-    )
+TEXT_KINDS = (
+    TextFaultKind(unreadable, "unreadable records"),
+    TextFaultKind(types_mixed, "types mixed"),
+    TextFaultKind(blank, "blank answers"),
+    TextFaultKind(no_assistant, "no assistant turn"),
+    TextFaultKind(no_last_answer, "no last answer"),
+    TextFaultKind(copies, "copies of texts"),
+    TextFaultKind(held_out_too, "held-out texts in training"),
+    TextFaultKind(damaged_characters, "damaged characters"),
+    TextFaultKind(mixed_scripts, "languages mixed"),
+    TextFaultKind(very_long, "very long texts"),
 )
 
 

@@ -9,6 +9,7 @@ from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
 
 from openpi_train.data.check.examined import Examined, columns_read
 from openpi_train.data.check.kinds import examine
+from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
 from openpi_train.data.source import BadRecord
 from openpi_train.robots.bridge import Bridge
@@ -186,6 +187,13 @@ def test_a_gripper_is_compared_with_the_range_that_its_robot_reads():
     for one in metres:
         one.state[:, -1] *= 0.04
     assert set(found(InMemory(metres), Hand())) == {"gripper uses little of its range"}
+
+
+def test_what_a_reader_told_is_shown_and_what_opening_looked_for_is_looked_for_again():
+    source = InMemory(sound())
+    told = {"count": 3, "unit": "episodes", "training": "", "remedy": ""}
+    source.findings = [Finding(kind="no instruction", **told), Finding(kind="stuck dims", **told)]
+    assert set(found(source)) == {"no instruction"}
 
 
 def test_zeros_in_state_and_action_alike_are_padding():
