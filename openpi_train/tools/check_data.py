@@ -21,6 +21,7 @@ from openpi_train.data.check.kinds import examine
 from openpi_train.data.check.text_kinds import examine_texts
 from openpi_train.data.check.text_measures import ExaminedTexts
 from openpi_train.data.config import DataConfig
+from openpi_train.data.examination import examine as examine_together
 from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
 from openpi_train.data.hub import SCHEME
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Kinds of a dataset that cannot be opened with its robot.
+_REFUSED = ("refused", "robot does not fit", "missing cameras")
 # Columns that only texts have.
 _OF_TEXTS = {"text", "messages", "completion", "chosen", "rejected"}
 
@@ -79,6 +82,9 @@ def check_experiment(experiment: "Experiment", *, num_frames: int) -> list[Check
             if source is not None:
                 check = functools.partial(_robots, name, source, robot=dataset.robot, num_frames=num_frames)
                 checked.append(_checked(name, check))
+    if not any(finding.kind in _REFUSED for dataset in checked for finding in dataset.findings):
+        together = _checked(f"{experiment.name}, as opened", functools.partial(_examined, experiment))
+        checked += [together] if together.findings or together.failure else []
     return checked
 
 
@@ -233,6 +239,13 @@ def _texts(
         data = ExaminedTexts(name=name, files=training, held_out=others, columns=columns, kept=kept)
         found = examine_texts(data)
         return CheckedDataset(name=name, size=f"{len(data.measures)} records", findings=found)
+
+
+def _examined(experiment: "Experiment") -> CheckedDataset:
+    """What only shows where all datasets are looked at together, or with the model."""
+    examine_together(experiment.demonstrations, experiment.policy.window)
+    experiment.demonstrations.check_dims(experiment.policy)
+    return CheckedDataset(name=f"{experiment.name}, as opened")
 
 
 def _opened_texts(experiment: "Experiment") -> CheckedDataset:

@@ -14,6 +14,7 @@ from openpi_train.data.formats import source_at
 from openpi_train.data.repack import repack
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.data.windows import WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import UsageError
 from openpi_train.tools import check_data
@@ -38,8 +39,14 @@ def check(path, **options):
     return checked
 
 
-def of_robots(*datasets):
-    return argparse.Namespace(name="mine", data=DataConfig(datasets=datasets))
+def of_robots(*datasets, state_dims=(7, 7)):
+    def check_dims(states, actions):
+        if (states, actions) != state_dims:
+            raise ValueError(f"the model has {state_dims[0]} state dims, the robot {states}")
+
+    data = DataConfig(datasets=datasets)
+    policy = argparse.Namespace(window=WindowShape(horizon=2), check_dims=check_dims)
+    return argparse.Namespace(name="mine", data=data, demonstrations=data, policy=policy)
 
 
 @pytest.mark.parametrize("form", WRITERS)
@@ -95,6 +102,15 @@ def test_a_dataset_that_is_not_there_is_refused_and_the_next_is_checked(tmp_path
     first, second = check_data.check_experiment(of_robots(gone, good), num_frames=16)
     assert first.name == "gone" and [finding.kind for finding in first.findings] == ["refused"]
     assert second.name == "good" and second.size.startswith("6 episodes") and not second.findings
+
+
+def test_what_only_the_model_refuses_is_told_after_the_datasets():
+    dataset = Dataset(source=FakeData(**SMALL), robot=Bridge(), asset_id="arm")
+    assert len(check_data.check_experiment(of_robots(dataset), num_frames=16)) == 1
+    first, second = check_data.check_experiment(of_robots(dataset, state_dims=(8, 8)), num_frames=16)
+    assert first.name == "arm" and not first.findings
+    (finding,) = second.findings
+    assert second.name == "mine, as opened" and finding.what == "the model has 8 state dims, the robot 7"
 
 
 def test_a_bug_in_the_check_of_one_dataset_does_not_hide_the_others(monkeypatch, capsys):

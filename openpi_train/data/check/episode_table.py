@@ -185,6 +185,8 @@ class _Block:
 
     def _extremes(self, block: np.ndarray, finite: np.ndarray) -> dict[str, Any]:
         """Of one column: extremes, and steps at them that are not in the first or last stretch of equal values."""
+        if not finite.all():
+            block = np.where(finite, block, np.nan)  # which fmin and fmax leave out
         low, high = (reduce.reduceat(block, self.starts, axis=0) for reduce in (np.fmin, np.fmax))
         number = np.arange(len(block), dtype=np.int32)[:, None]
         changed = block != block[self.starts][self.episode]

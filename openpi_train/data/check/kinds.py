@@ -43,6 +43,7 @@ KINDS = (
     FaultKind(number_kinds.constant, ("constant dims",), at_opening=True),
     FaultKind(number_kinds.stuck, ("stuck dims",), at_opening=True),
     FaultKind(number_kinds.clipped, ("clipped sensors",), at_opening=True),
+    FaultKind(number_kinds.spikes, ("spike",)),
     FaultKind(number_kinds.actions_are_states, ("actions are the next states", "actions are the present states")),
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
@@ -56,6 +57,7 @@ KINDS = (
     FaultKind(picture_kinds.unreadable, ("unreadable pictures",)),
     FaultKind(picture_kinds.black, ("black pictures",)),
     FaultKind(picture_kinds.frozen, ("frozen pictures",)),
+    FaultKind(picture_kinds.cameras_alike, ("cameras alike",)),
 )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openpi_train.data.check.episode_table import gripper_dims
+from openpi_train.data.check.episode_table import NumberColumn, gripper_dims
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, Examined
 from openpi_train.data.findings import Finding
 
@@ -17,6 +17,8 @@ _SAMPLE, _MIDDLE_SHARE, _FEW_VALUES = 20_000, 0.5, 20
 _COMMANDED = 0.1
 # Which share of the steps has to agree where actions are states.
 _AGREE = 0.99
+# A spike lies so many times the width of q01..q99 outside of it, and at most this share of the steps, or two, does.
+_FAR, _FEW_STEPS = 49.0, 5e-4
 # A gripper that uses less than this share of its range is told.
 _LEAST_USE = 0.1
 
@@ -136,13 +138,51 @@ def clipped(data: Examined) -> Iterator[Finding]:
         )
 
 
+def spikes(data: Examined) -> Iterator[Finding]:
+    """A few values far outside all others."""
+    if data.source.num_steps < FEWEST_STEPS:
+        return
+    for column in data.numbers:
+        seen = _sample(column.values)
+        for dim, name in enumerate(column.dims):
+            values = seen[:, dim][np.isfinite(seen[:, dim])]
+            if not len(values):
+                continue
+            q01, q99 = np.quantile(values, (0.01, 0.99))
+            ends = q01 - _FAR * (q99 - q01), q99 + _FAR * (q99 - q01)
+            low, high = (data.table[f"{what}/{column.name}"][:, dim] for what in ("low", "high"))
+            episodes = np.flatnonzero((low < ends[0]) | (high > ends[1])).tolist() if q01 < q99 else []
+            if not episodes or len(episodes) > max(2, _FEW_STEPS * data.source.num_steps):
+                continue
+            far = [
+                step
+                for episode in episodes
+                for step, value in zip(
+                    data.source.steps_of(episode), _of_episode(data, column, episode)[:, dim], strict=True
+                )
+                if value < ends[0] or value > ends[1]
+            ]
+            if len(far) <= max(2, _FEW_STEPS * data.source.num_steps):
+                yield Finding(
+                    kind="spike",
+                    count=len(far),
+                    total=data.source.num_steps,
+                    unit="control steps",
+                    where=data.source.describe(far[0]),
+                    what=f"{name} = {float(column.values[far[0], dim]):.4g}, while 98 of 100 values lie in "
+                    f"{q01:.4g}..{q99:.4g}",
+                    training="these become numbers in the hundreds and above, or make all others small",
+                    remedy="Repair these steps, or remove their episodes",
+                )
+
+
 def actions_are_states(data: Examined) -> Iterator[Finding]:
     """Actions that are the next, or the present, state to the last bit: nobody recorded the commands."""
     table, source = data.table, data.source
     steps = source.num_steps - source.num_episodes
     if table.get("is_next") is None or steps < FEWEST_STEPS:
         return
-    by_convention = getattr(data.robot, "actions_are_next_states", False)
+    by_convention = data.robot is not None and data.robot.actions_are_next_states
     for measure, which in (("is_next", "next"), ("is_present", "present")):
         equal = int(table[measure].sum())
         if equal < _AGREE * steps or (which == "next" and by_convention):
@@ -197,10 +237,8 @@ def gripper_range(data: Examined) -> Iterator[Finding]:
 
 def _overall(data: Examined, what: str, column: str) -> np.ndarray:
     """The extreme of each dim over all episodes, without NaN."""
-    measures = data.table[f"{what}/{column}"]
-    finite = np.where(np.isfinite(measures), measures, np.nan)
-    with np.errstate(invalid="ignore"):
-        return np.fmin.reduce(finite, axis=0) if what == "low" else np.fmax.reduce(finite, axis=0)
+    reduce = np.fmin if what == "low" else np.fmax
+    return reduce.reduce(data.table[f"{what}/{column}"], axis=0)
 
 
 def _pairs(data: Examined) -> Iterator[tuple]:
@@ -217,10 +255,20 @@ def _is_gripper(dims: tuple[str, ...]) -> np.ndarray:
 
 def _is_switch(values: np.ndarray, dim: int, low: float, high: float) -> bool:
     """Whether a dim has few different values, or lies mostly at its ends as a gripper does."""
-    steps = np.unique(np.linspace(0, len(values) - 1, min(len(values), _SAMPLE)).astype(np.int64))
-    seen = np.asarray(values[steps, dim], np.float64)
+    seen = _sample(values)[:, dim]
     middle = np.abs(seen - (low + high) / 2) < 0.4 * (high - low)
     return len(np.unique(seen)) < _FEW_VALUES or middle.mean() < _MIDDLE_SHARE
+
+
+def _sample(values: np.ndarray) -> np.ndarray:
+    """Rows of a column, evenly spread, float64 [n, dims]."""
+    steps = np.unique(np.linspace(0, len(values) - 1, min(len(values), _SAMPLE)).astype(np.int64))
+    return np.asarray(values[steps], np.float64)
+
+
+def _of_episode(data: Examined, column: NumberColumn, episode: int) -> np.ndarray:
+    steps = data.source.steps_of(episode)
+    return np.asarray(column.values[steps.start : steps.stop])
 
 
 def _listed(texts: list[str], most: int = 6) -> str:

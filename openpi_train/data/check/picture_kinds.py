@@ -82,10 +82,32 @@ def frozen(data: Examined) -> Iterator[Finding]:
                 total=len(moved),
                 unit="pairs looked at",
                 where=data.source.describe(bad[0][1].step),
-                what=f"{camera}: the picture is that of {bad[0][1].step - bad[0][0].step} steps before, the robot's "
-                f"state is another",
+                what=f"{camera}: the picture is that of {bad[0][1].step - bad[0][0].step} steps before, and the "
+                "robot's state is another",
                 training="the policy learns to act on an old picture",
                 remedy="Leave these episodes out; record with a camera that keeps up",
+            )
+
+
+def cameras_alike(data: Examined) -> Iterator[Finding]:
+    """Two cameras with the same pictures."""
+    for one, other in itertools.combinations(data.cameras, 2):
+        pairs = [
+            (first, second)
+            for first, second in zip(pictures(data, one), pictures(data, other), strict=True)
+            if not any(seen.problem or seen.is_black or seen.is_blank for seen in (first, second))
+        ]
+        equal = [first for first, second in pairs if first.digest == second.digest]
+        if equal:
+            yield Finding(
+                kind="cameras alike",
+                count=len(equal),
+                total=len(pairs),
+                unit="pictures looked at",
+                where=data.source.describe(equal[0].step),
+                what=f"{one} and {other} show the same picture",
+                training="the policy has one view less than it seems to have",
+                remedy="Look which camera was recorded twice; leave it out of --data.datasets.N.robot.cameras",
             )
 
 

@@ -13,6 +13,7 @@ from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
 from openpi_train.data.source import BadRecord
 from openpi_train.robots.bridge import Bridge
+from openpi_train.robots.robotwin import RoboTwin
 
 
 def not_finite(episodes):
@@ -37,6 +38,10 @@ def clipped(episodes):
     limit = np.quantile(np.concatenate([one.state[:, 0] for one in episodes]), 0.9)
     for one in episodes:
         one.state[:, 0] = np.minimum(one.state[:, 0], limit)
+
+
+def spike(episodes):
+    episodes[12].state[9, 0] = 5000.0
 
 
 def next_states(episodes):
@@ -103,6 +108,7 @@ ALONE = {
     dead_at_zero: ("constant dims", 1, ""),
     stuck: ("stuck dims", 1, "episode 3, step 0"),
     clipped: ("clipped sensors", None, ""),
+    spike: ("spike", 1, "episode 12, step 9"),
     next_states: ("actions are the next states", None, ""),
     present_states: ("actions are the present states", None, ""),
     copy: ("copies of episodes", 1, "episode 7, step 0"),
@@ -118,7 +124,7 @@ ALONE = {
     frozen: ("frozen pictures", None, "episode 11"),
 }
 # Faults that lie in different episodes can be in one dataset.
-TOGETHER = (not_finite, stuck, near_copy, no_success, dropped, jump, backwards, other_script, black, frozen)
+TOGETHER = (not_finite, stuck, spike, near_copy, no_success, dropped, jump, backwards, other_script, black, frozen)
 
 
 def found(source, robot=None, **options):
@@ -203,6 +209,27 @@ def test_zeros_in_state_and_action_alike_are_padding():
     assert not found(InMemory(episodes))
 
 
+def test_next_states_are_no_fault_where_the_robots_data_have_them_by_convention():
+    episodes = sound()
+    next_states(episodes)
+
+    class ByConvention(Hand):
+        actions_are_next_states = True
+
+    assert set(found(InMemory(episodes), Hand())) == {"actions are the next states"}
+    assert not found(InMemory(episodes), ByConvention())
+    assert RoboTwin.actions_are_next_states
+
+
+def test_a_dim_that_seldom_moves_has_no_spikes():
+    episodes = sound()
+    for one in episodes:
+        one.state[:, 0] = 1e-6 * np.random.default_rng(0).normal(size=len(one.state))
+    for one in episodes[::4]:
+        one.state[5:9, 0] = 1
+    assert not found(InMemory(episodes))
+
+
 def test_a_hand_at_its_stop_and_a_start_at_the_end_of_the_range_are_not_clipped():
     episodes = sound()
     for one in episodes:
@@ -248,6 +275,13 @@ def test_a_picture_that_cannot_be_read_is_a_finding():
     source.frames = frames
     finding = found(source)["unreadable pictures"]
     assert finding.count == 1 and finding.where == "a.parquet, row 0: torn"
+
+
+def test_a_camera_that_was_recorded_twice_is_found():
+    source = InMemory(sound())
+    source.cameras = (CAMERA, "observation/images/wrist")
+    finding = found(source)["cameras alike"]
+    assert (finding.count, finding.total) == (128, 128) and "front and observation/images/wrist" in finding.what
 
 
 def test_still_robots_have_still_pictures():
