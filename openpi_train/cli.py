@@ -293,7 +293,7 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|collect|index|inspect|repack|merge|convert|fit-fast`: make, index, merge, convert datasets."""
+    """`data prepare|collect|index|check|inspect|repack|merge|convert|fit-fast`: make, check, convert datasets."""
     from openpi_train.tools.data import main
 
     return main(argv, parse_experiment)

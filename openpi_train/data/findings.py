@@ -5,9 +5,10 @@ it, and what to do about it, are part of the finding. An index keeps those of it
 opening tells them.
 """
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -56,3 +57,13 @@ def report(dataset: str, findings: Iterable[Finding]) -> None:
     """Log a warning for each finding in a dataset."""
     for finding in findings:
         logger.warning("%s: %s", dataset, finding.line())
+
+
+@contextlib.contextmanager
+def not_reported() -> Iterator[None]:
+    """In this block `report` logs nothing: whoever opens the datasets shows their findings."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files, image, tables
+from openpi_train.data import files, findings, image, tables
 from openpi_train.data.damage import of_record, system_errno
 from openpi_train.data.progress import Progress
 from openpi_train.data.source import About, Source, SourceConfig
@@ -113,6 +113,7 @@ def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files
         **plan,
         "cameras": sizes,
         "about": source.about().as_json(),
+        "findings": [finding.as_json() for finding in source.findings],
         "num_files": num_files,
         "num_steps": source.num_steps,
         "num_episodes": source.num_episodes,
@@ -160,7 +161,9 @@ class StepArray(SourceConfig):
             found = (root / name).stat().st_size if (root / name).is_file() else None
             if found != size:
                 raise ValueError(f"{root / name} is truncated or missing ({found} of {size} bytes); copy it again")
-        return StepArraySource(root, tables.open_tables(root, manifest, check_crc=self.check_crc))
+        source = StepArraySource(root, tables.open_tables(root, manifest, check_crc=self.check_crc))
+        findings.report(str(root), source.findings)
+        return source
 
     def is_ready(self) -> bool:
         """Whether `open` can start at once; always so, as there is no index to build."""

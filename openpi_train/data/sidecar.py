@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from openpi_train.data import findings, places, tables
+from openpi_train.data.check import kinds
 from openpi_train.data.instructions import unlabeled
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.runtime import locks
@@ -175,7 +176,15 @@ class Sidecar(abc.ABC):
             "files": tables.list_files(draft),
         }
         manifest["tables"] = f"tables-{manifest['fingerprint'][:12]}"
+        manifest["findings"] = [*manifest.get("findings", ()), *self._suspicious(manifest, draft)]
         return tables.publish(self.place, draft, manifest)
+
+    def _suspicious(self, manifest: Mapping[str, Any], draft: Path) -> list[dict[str, Any]]:
+        """What the written columns show, found once and told at every opening."""
+        # The manifest as a later open will read it.
+        as_read = json.loads(json.dumps({**manifest, "tables": draft.name}))
+        source = self.source(tables.open_tables(self.place, as_read, check_crc=False))
+        return [finding.as_json() for finding in kinds.at_opening(self.label, source)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
+# Columns of time stamps, by the last part of their names.
+_TIMES = ("timestamp", "timestamps", "time")
 # A wider column is an embedding, not a state: with 512 floats per step it would outweigh the rest of an index.
 WIDEST_COLUMN = 256
 
@@ -124,6 +126,16 @@ class Source(abc.ABC):
     def recorded_hz(self) -> float | None:
         """The control rate that the dataset says; None if it says none."""
         return self.about().control_hz
+
+    def times(self, first: int, end: int) -> np.ndarray | None:
+        """The recorded time stamps of the steps `first` up to `end`, whole episodes, in the dataset's unit.
+
+        None if it has none. Raises OSError or ValueError if they cannot be read.
+        """
+        for name, column in self.columns.items():
+            if name.rpartition("/")[2] in _TIMES and column.size == len(column):
+                return np.asarray(column[first:end]).reshape(-1)
+        return None
 
     @abc.abstractmethod
     def describe(self, step: int) -> str:

@@ -14,7 +14,7 @@ from openpi_train.data.source import BadRecord, Source
 QUANTILES = (0.01, 0.5, 0.99)
 _MOST_STEPS = 200_000
 # A picture whose brightest pixel is below this counts as black: video codecs do not keep exact zeros.
-_BLACK = 16
+BLACK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _camera(source: Source, camera: str, episodes: Sequence[int], per_episode: i
                 continue
             size = (frame.shape[0], frame.shape[1])
             brightness.append(float(frame.mean()))
-            black += int(frame.max() < _BLACK)
+            black += int(frame.max() < BLACK)
             still &= before is None or np.array_equal(frame, before)
             before = frame
     return CameraSummary(

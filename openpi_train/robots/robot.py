@@ -37,6 +37,8 @@ class Robot(abc.ABC):
     control_hz: ClassVar[float]
     # Per action dim, whether the model sees it relative to the state at the chunk's start; None for no dim.
     delta_mask: ClassVar[tuple[bool, ...] | None]
+    # Whether datasets of this robot record the next step's state as action, by convention.
+    actions_are_next_states: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -37,6 +37,7 @@ class RoboTwin(Arm):
 
     control_hz = 250 / 15  # RoboTwin saves every 15th of its 250 physics steps per second (`save_freq: 15`)
     delta_mask = None  # targets are absolute
+    actions_are_next_states = True
 
     def __post_init__(self):
         if self.dims not in _LAYOUTS:

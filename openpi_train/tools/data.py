@@ -1,8 +1,8 @@
-"""The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `inspect`, `repack` for
-slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
+"""The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `check`, `inspect`,
+`repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
 Each is a class: its fields are the flags, `run` executes it. Read next: `data/embedded.py`, `collect.py`,
-`inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
+`check_data.py`, `inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
 """
 
 import abc
@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from openpi_train.command_line import Own, Request, parse, parse_known
 from openpi_train.fields import at_least
 from openpi_train.runtime import logs
-from openpi_train.runtime.exits import DataError, UsageError, reported_as
+from openpi_train.runtime.exits import DATA, DONE, DataError, UsageError, reported_as
 from openpi_train.tools.requests import ExperimentName, given_fields
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ class DataRequest(Request, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def run(self, experiment: "Experiment | None") -> None:
-        """Run the command and print the result. Raises OSError and ValueError with advice."""
+    def run(self, experiment: "Experiment | None") -> int | None:
+        """Run the command and print the result; returns the exit code, None for 0.
+
+        Raises OSError and ValueError with advice.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,58 @@ class Index(Reading):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Check(DataRequest):
+    """Look for faults in datasets before anyone trains on them: a table of all that is suspicious.
+
+    Reads columns and texts as a whole, and some pictures. An interrupted check goes on where it was. Exit code 0 if
+    nothing is found, else 3. The kinds: docs/data_check.md.
+    """
+
+    # An experiment whose datasets are checked as its robots read them, or a dataset: RLDS, LeRobot, zarr, parquet; a
+    # file or folder of texts, or hub:USER/NAME.
+    path: Annotated[str, Positional, arg(metavar="EXPERIMENT|PATH")]
+    # Of RLDS a split (train), or several as "train+val"; of texts, files with this word (all).
+    split: str | None = None
+    # Of texts, the columns to read, as TYPE=COLUMN (prompt=question completion=answer).
+    columns: tuple[str, ...] = ()
+    # Of texts, the split or path that is held out, which is compared with the others.
+    held_out: str | None = None
+    # Pictures of each camera to look at.
+    frames: int = at_least(8, 200)
+    # Print the findings as JSON.
+    json: bool = False
+
+    @property
+    def of_experiment(self) -> str | None:
+        """`path`, unless that is a file or a folder."""
+        return _experiment_at(self.path)
+
+    def check(self) -> list[str]:
+        """A sentence for each pair that is none, and for flags of texts beside an experiment."""
+        problems = [f"--columns {pair}: needed is TYPE=COLUMN" for pair in self.columns if "=" not in pair]
+        if self.of_experiment is not None and (self.split or self.columns or self.held_out):
+            problems.append(
+                f"--split, --columns and --held-out are for a path; {self.path} is taken for an experiment, whose "
+                "datasets have them as fields (--data.datasets.0...)"
+            )
+        return problems
+
+    def run(self, experiment: "Experiment | None") -> int:
+        from openpi_train.tools import check_data
+
+        if experiment is None:
+            columns = {first: second for first, _, second in (pair.partition("=") for pair in self.columns)}
+            how = {"split": self.split, "columns": columns, "held_out": self.held_out}
+            checked = check_data.check_path(self.path, **how, num_frames=self.frames)
+        else:
+            checked = check_data.check_experiment(experiment, num_frames=self.frames)
+        print(check_data.as_json(checked) if self.json else check_data.as_tables(checked), end="\n" * self.json)
+        if failures := [dataset.failure for dataset in checked if dataset.failure is not None]:
+            raise failures[0]
+        return DATA if any(dataset.findings for dataset in checked) else DONE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect(Reading):
     """Show what a dataset contains, and what is wrong with it."""
 
@@ -182,8 +237,7 @@ class Inspect(Reading):
     @property
     def of_experiment(self) -> str | None:
         """`path`, unless that is a folder."""
-        is_folder = ".py" not in self.path and ("/" in self.path or Path(self.path).expanduser().exists())
-        return None if is_folder else self.path
+        return _experiment_at(self.path)
 
     def run(self, experiment: "Experiment | None") -> None:
         from openpi_train.tools.inspect_data import inspect
@@ -335,7 +389,7 @@ class FitFast(DataRequest):
 
 
 # tyro makes a subcommand of each.
-AnyDataRequest = Prepare | Collect | Index | Inspect | Repack | Merge | Convert | FitFast
+AnyDataRequest = Prepare | Collect | Index | Check | Inspect | Repack | Merge | Convert | FitFast
 
 
 def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], Any]) -> int:
@@ -348,8 +402,13 @@ def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], A
         parse(tuple[Own[AnyDataRequest]], argv, "data", _ABOUT)  # says what is wrong with them
     logs.configure(0)
     with reported_as(DataError):
-        request.run(experiment)
-    return 0
+        return request.run(experiment) or DONE
+
+
+def _experiment_at(path: str) -> str | None:
+    """The name of an experiment; None if it is a path."""
+    is_path = ".py" not in path and ("/" in path or Path(path).expanduser().exists())
+    return None if is_path else path
 
 
 def _say_what_is_in(out: Path) -> None:

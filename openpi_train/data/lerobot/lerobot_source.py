@@ -13,7 +13,7 @@ import numpy as np
 from openpi_train.data import files, tables
 from openpi_train.data.damage import of_record
 from openpi_train.data.lerobot import lerobot_video
-from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, require
 from openpi_train.data.source import About, column_name
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
@@ -74,6 +74,18 @@ class LeRobotSource(StoredSource):
         """See `Source.recorded_hz`; the episodes' metadata are not read."""
         return files.read_json(self._root / INFO_FILE).get("fps")
 
+    def times(self, first: int, end: int) -> np.ndarray:
+        """See `Source.times`; the column `timestamp` of the parquet files, s from the episode's beginning."""
+        episodes = range(self.episode_of(first), self.episode_of(end - 1) + 1)
+        records, data_files = self.stored.arrays["records"], self.stored.arrays["data_files"]
+        found, of_file, file = [], {}, -1
+        for episode in episodes:
+            if int(data_files[episode]) != file:
+                file = int(data_files[episode])
+                of_file = _times_of_file(self._root / self.stored.manifest["sources"][file][0])
+            found.append(of_file[int(records[episode])])
+        return np.concatenate(found)
+
     def describe(self, step: int) -> str:
         episode = self.episode_of(step)
         file = self.stored.manifest["sources"][int(self.stored.arrays["data_files"][episode])][0]
@@ -107,3 +119,12 @@ class LeRobotSource(StoredSource):
         """The encoding of a step's video; None if the frame is a picture."""
         number: Any = self.stored.manifest["encoding_of"].get(str(self._file(step, camera)))
         return None if number is None else self._encodings[number]
+
+
+def _times_of_file(path: Path) -> dict[int, np.ndarray]:
+    """The time stamps in a parquet file by the number of their episode."""
+    table = require("pyarrow.parquet").read_table(path, columns=["episode_index", "timestamp"])
+    numbers, times = (table[name].to_numpy().reshape(-1) for name in ("episode_index", "timestamp"))
+    order = np.argsort(numbers, kind="stable")
+    episodes, begins = np.unique(numbers[order], return_index=True)
+    return dict(zip(episodes.tolist(), np.split(times[order], begins[1:]), strict=True))

@@ -127,7 +127,7 @@ class EncodedParts:
     def _encoded(self, raw: Any) -> tuple[Example | None, list[EncodedText] | ValueError]:
         """The example in a record and its tokens, or what is wrong with either."""
         try:
-            example = example_of(_renamed(parsed(raw), self.columns))
+            example = example_of(renamed(parsed(raw), self.columns))
         except ValueError as error:
             return None, error
         try:
@@ -154,7 +154,7 @@ def _first(path: Path) -> tuple[str, str] | None:
     return (told["type"], told["place"]) if told["type"] else None
 
 
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """The record with the columns of the types; without `columns`, as it is."""
     if not columns:
         return record

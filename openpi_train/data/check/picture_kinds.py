@@ -1,0 +1,159 @@
+"""Kinds of faults of pictures, judged by a sample of them. Read next: `data/summary.py`, which chooses the sample."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from openpi_train.data import summary
+from openpi_train.data.check.examined import Examined
+from openpi_train.data.findings import Finding
+from openpi_train.data.source import BadRecord
+from openpi_train.data.summary import BLACK
+
+# Pictures of an episode that are looked at.
+_PER_EPISODE = 8
+# The robot has moved if a state dim changed by this share of its range.
+_MOVED = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """What was seen of one picture; `problem` says why it cannot be read, and the rest is then meaningless."""
+
+    step: int
+    episode: int
+    digest: bytes = b""
+    is_black: bool = False
+    is_blank: bool = False
+    problem: str = ""
+
+
+def unreadable(data: Examined) -> Iterator[Finding]:
+    """Pictures that cannot be read or decoded."""
+    for camera in data.cameras:
+        seen = pictures(data, camera)
+        bad = [picture for picture in seen if picture.problem]
+        if bad:
+            yield Finding(
+                kind="unreadable pictures",
+                count=len(bad),
+                total=len(seen),
+                unit="pictures looked at",
+                where=bad[0].problem,
+                what=camera,
+                training="a run ends at the first one, or puts another row in its place (--data.on-bad-record skip)",
+                remedy="Fetch the files again, or leave these episodes out",
+            )
+
+
+def black(data: Examined) -> Iterator[Finding]:
+    """Pictures that are black, or of one colour."""
+    for camera in data.cameras:
+        seen = [picture for picture in pictures(data, camera) if not picture.problem]
+        bad = [picture for picture in seen if picture.is_black or picture.is_blank]
+        if bad:
+            yield Finding(
+                kind="black pictures",
+                count=len(bad),
+                total=len(seen),
+                unit="pictures looked at",
+                where=data.source.describe(bad[0].step),
+                what=f"{camera}: {'black' if bad[0].is_black else 'one colour'}",
+                training="they are trained on like the others",
+                remedy="Leave the camera out of --data.datasets.N.robot.cameras, or these episodes out of the data",
+            )
+
+
+def frozen(data: Examined) -> Iterator[Finding]:
+    """Pictures of one episode that are equal to the last pixel, though the robot moved between them."""
+    for camera in data.cameras:
+        seen = [one for one in pictures(data, camera) if not (one.problem or one.is_black or one.is_blank)]
+        pairs = [(one, other) for one, other in itertools.pairwise(seen) if one.episode == other.episode]
+        moved = [pair for pair in pairs if _moved(data, pair[0].step, pair[1].step)]
+        bad = [pair for pair in moved if pair[0].digest == pair[1].digest]
+        if bad:
+            yield Finding(
+                kind="frozen pictures",
+                count=len(bad),
+                total=len(moved),
+                unit="pairs looked at",
+                where=data.source.describe(bad[0][1].step),
+                what=f"{camera}: the picture is that of {bad[0][1].step - bad[0][0].step} steps before, and the "
+                "robot's state is another",
+                training="the policy learns to act on an old picture",
+                remedy="Leave these episodes out; record with a camera that keeps up",
+            )
+
+
+def cameras_alike(data: Examined) -> Iterator[Finding]:
+    """Two cameras with the same pictures."""
+    for one, other in itertools.combinations(data.cameras, 2):
+        pairs = [
+            (first, second)
+            for first, second in zip(pictures(data, one), pictures(data, other), strict=True)
+            if not any(seen.problem or seen.is_black or seen.is_blank for seen in (first, second))
+        ]
+        equal = [first for first, second in pairs if first.digest == second.digest]
+        if equal:
+            yield Finding(
+                kind="cameras alike",
+                count=len(equal),
+                total=len(pairs),
+                unit="pictures looked at",
+                where=data.source.describe(equal[0].step),
+                what=f"{one} and {other} show the same picture",
+                training="the policy has one view less than it seems to have",
+                remedy="Look which camera was recorded twice; leave it out of --data.datasets.N.robot.cameras",
+            )
+
+
+def missing_cameras(data: Examined) -> Iterator[Finding]:
+    """Cameras that the robot reads and the dataset does not have."""
+    if data.robot is None:
+        return
+    missing = [f"{camera} ({slot})" for slot, camera in data.robot.cameras.items() if camera not in data.source.cameras]
+    if missing:
+        yield Finding(
+            kind="missing cameras",
+            count=len(missing),
+            total=len(data.robot.cameras),
+            unit="cameras",
+            what=f"{', '.join(missing)}; the dataset has {', '.join(data.source.cameras) or 'no pictures'}",
+            training="opening the dataset is refused",
+            remedy="Name the dataset's own with --data.datasets.N.robot.cameras.SLOT",
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def pictures(data: Examined, camera: str) -> tuple[Picture, ...]:
+    """What is seen of `data.num_frames` pictures of a camera: 8 of each of some episodes, both evenly spread."""
+    episodes = summary.some_episodes(data.source, max(1, data.num_frames // _PER_EPISODE))
+    return tuple(
+        _seen(data, int(step), episode, camera)
+        for episode in episodes
+        for step in summary.spread(data.source, episode, _PER_EPISODE)
+    )
+
+
+def _seen(data: Examined, step: int, episode: int, camera: str) -> Picture:
+    try:
+        frame = data.source.frames(np.array([step]), camera)[0]
+    except BadRecord as error:
+        return Picture(step, episode, problem=str(error))
+    is_blank = np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0
+    return Picture(step, episode, hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < BLACK), bool(is_blank))
+
+
+def _moved(data: Examined, one: int, other: int) -> bool:
+    """Whether the state at two steps of an episode is another one; without a state it is taken to be."""
+    columns = [column for column in data.numbers if column.role == "state"]
+    for column in columns:
+        low, high = data.table[f"low/{column.name}"].min(axis=0), data.table[f"high/{column.name}"].max(axis=0)
+        change = np.abs(np.asarray(column.values[other], np.float64) - column.values[one])
+        if (change > _MOVED * (high - low)).any():
+            return True
+    return not columns

@@ -1,0 +1,217 @@
+"""Kinds of faults of texts, judged by the measures of every record. Read next: `text_measures.py`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.check.scripts import shares_in_words
+from openpi_train.data.check.text_measures import (
+    BLANK,
+    DAMAGED,
+    NO_ASSISTANT,
+    NO_LAST_ANSWER,
+    ExaminedTexts,
+)
+from openpi_train.data.findings import Finding
+
+# A text is very long if it has more characters than both.
+_MEDIANS, _LONG = 50, 20_000
+
+
+def unreadable(data: ExaminedTexts) -> Iterator[Finding]:
+    """Records that cannot be read, or are of no known type."""
+    for measures in (data.measures, data.held_out_measures):
+        if measures.bad:
+            yield Finding(
+                kind="unreadable records",
+                count=measures.bad,
+                total=measures.bad + len(measures),
+                unit="records",
+                where=measures.first_bad,
+                training="a run ends at the first one, or leaves them out (--data.on-bad-record skip)",
+                remedy="Repair or remove these records",
+            )
+
+
+def types_mixed(data: ExaminedTexts) -> Iterator[Finding]:
+    """Records of several types."""
+    counts = data.measures.counts
+    if len(counts) > 1:
+        (usual, most), *others = sorted(counts.items(), key=lambda pair: -pair[1])
+        yield Finding(
+            kind="types mixed",
+            count=sum(count for _, count in others),
+            total=len(data.measures),
+            unit="records",
+            where=data.measures.types[others[0][0]],
+            what=", ".join(f"{kind}: {count}" for kind, count in ((usual, most), *others)),
+            training="the dataset is refused",
+            remedy="Split it into a dataset for each type, or name the columns (--data.datasets.N.columns)",
+        )
+
+
+def copies(data: ExaminedTexts) -> Iterator[Finding]:
+    """Records that are there twice, but for case and white space."""
+    texts = data.measures["texts"]
+    _, first, inverse = np.unique(texts, return_index=True, return_inverse=True)
+    # `first` is the first place of each distinct text.
+    yield from _finding(
+        data,
+        first[inverse] != np.arange(len(texts)),
+        kind="copies of texts",
+        what="equal to an earlier record but for case and white space",
+        training="they count as often as they are there",
+        remedy="Remove the copies, unless they are meant as a weight",
+    )
+
+
+def held_out_too(data: ExaminedTexts) -> Iterator[Finding]:
+    """Training records whose prompt is held out, too."""
+    if not data.held_out:
+        return
+    yield from _finding(
+        data,
+        np.isin(data.measures["prompts"], data.held_out_measures["prompts"]),
+        kind="held-out texts in training",
+        what="the prompt, or the text where there is none, is held out, too",
+        training="the held-out loss and scores are too good",
+        remedy="Remove them from one of the two",
+    )
+
+
+def blank(data: ExaminedTexts) -> Iterator[Finding]:
+    """Answers without a visible character."""
+    yield from _flagged(
+        data,
+        BLANK,
+        kind="blank answers",
+        what="an answer of white space, or an empty turn of the assistant",
+        training="the model learns to answer nothing",
+        remedy="Remove these records",
+    )
+
+
+def no_assistant(data: ExaminedTexts) -> Iterator[Finding]:
+    """Conversations without a turn of the assistant."""
+    yield from _flagged(
+        data,
+        NO_ASSISTANT,
+        kind="no assistant turn",
+        what="no message has the role assistant",
+        training="with --data.targets assistant they are bad records, else the user's words are learned",
+        remedy="Rename the roles, or remove these records",
+    )
+
+
+def no_last_answer(data: ExaminedTexts) -> Iterator[Finding]:
+    """Conversations that end without an answer."""
+    yield from _flagged(
+        data,
+        NO_LAST_ANSWER,
+        kind="no last answer",
+        what="the last message is not the assistant's",
+        training="the last question is learned as text, or has no targets",
+        remedy="Cut the last message off, or add its answer",
+    )
+
+
+def damaged_characters(data: ExaminedTexts) -> Iterator[Finding]:
+    """Texts that were read in the wrong encoding once, or hold characters that stand for lost ones."""
+    yield from _flagged(
+        data,
+        DAMAGED,
+        kind="damaged characters",
+        what="UTF-8 that was read as Latin-1, U+FFFD, or NUL",
+        training="the model learns to write them",
+        remedy="Decode the original again as UTF-8",
+    )
+
+
+def mixed_scripts(data: ExaminedTexts) -> Iterator[Finding]:
+    """Texts in another script than most texts of their field."""
+    measures = data.measures
+    for field in ("prompt", "answer"):
+        numbers = measures[f"{field}_scripts"]
+        counts = np.bincount(numbers[numbers >= 0], minlength=len(measures.scripts))
+        if np.count_nonzero(counts) < 2:
+            continue
+        order: list[int] = np.argsort(-counts, kind="stable").tolist()
+        told = [(measures.scripts[number], int(counts[number])) for number in order if counts[number]]
+        yield from _finding(
+            data,
+            (numbers >= 0) & (numbers != order[0]),
+            kind="languages mixed",
+            what=f"{field}s by script: {shares_in_words(told)}",
+            training="all are trained on as they are",
+            remedy="Leave the others out, or make a dataset of each, unless all are meant",
+        )
+
+
+def very_long(data: ExaminedTexts) -> Iterator[Finding]:
+    """Texts that are much longer than most."""
+    characters = data.measures["characters"]
+    if len(characters):
+        yield from _finding(
+            data,
+            (characters > _MEDIANS * np.median(characters)) & (characters > _LONG),
+            kind="very long texts",
+            what=f"up to {int(characters.max())} characters, where half of the records have at most "
+            f"{int(np.median(characters))}",
+            training="they are cut to --data.max-length, or fill rows of their own",
+            remedy="Look whether several records run together",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFaultKind:
+    """A kind of fault of texts: what looks for it, and `Finding.kind` of what it tells."""
+
+    find: Callable[[ExaminedTexts], Iterator[Finding]]
+    name: str
+
+    @property
+    def about(self) -> str:
+        """What it is, in one sentence."""
+        return (self.find.__doc__ or "").partition("\n")[0]
+
+
+TEXT_KINDS = (
+    TextFaultKind(unreadable, "unreadable records"),
+    TextFaultKind(types_mixed, "types mixed"),
+    TextFaultKind(blank, "blank answers"),
+    TextFaultKind(no_assistant, "no assistant turn"),
+    TextFaultKind(no_last_answer, "no last answer"),
+    TextFaultKind(copies, "copies of texts"),
+    TextFaultKind(held_out_too, "held-out texts in training"),
+    TextFaultKind(damaged_characters, "damaged characters"),
+    TextFaultKind(mixed_scripts, "languages mixed"),
+    TextFaultKind(very_long, "very long texts"),
+)
+
+
+def examine_texts(data: ExaminedTexts) -> list[Finding]:
+    """The findings of all kinds, after those that opening the texts told."""
+    return [*data.findings, *(finding for kind in TEXT_KINDS for finding in kind.find(data))]
+
+
+def _flagged(data: ExaminedTexts, flag: int, **told: Any) -> Iterator[Finding]:
+    yield from _finding(data, (data.measures["flags"] & flag) > 0, **told)
+
+
+def _finding(
+    data: ExaminedTexts, which: np.ndarray, *, kind: str, what: str, training: str, remedy: str
+) -> Iterator[Finding]:
+    """A finding on the records that a mask chooses, if there are any."""
+    if which.any():
+        yield Finding(
+            kind=kind,
+            count=int(which.sum()),
+            total=len(which),
+            unit="records",
+            where=data.measures.place(int(np.argmax(which))),
+            what=what,
+            training=training,
+            remedy=remedy,
+        )

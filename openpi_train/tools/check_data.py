@@ -1,0 +1,270 @@
+"""`data check`: a table of what is suspicious in datasets, before anyone trains on them.
+
+Read next: `data/check/kinds.py` (robots' demonstrations), `data/check/text_kinds.py` (texts), docs/data_check.md.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from openpi_train.data import findings, places
+from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.kinds import examine
+from openpi_train.data.check.text_kinds import examine_texts
+from openpi_train.data.check.text_measures import ExaminedTexts
+from openpi_train.data.config import DataConfig
+from openpi_train.data.examination import examine as examine_together
+from openpi_train.data.findings import Finding
+from openpi_train.data.formats import source_at
+from openpi_train.data.hub import SCHEME
+from openpi_train.data.lerobot.lerobot_layout import is_lerobot, require
+from openpi_train.data.repack import is_repacked
+from openpi_train.data.rlds import Rlds
+from openpi_train.data.sidecar import IndexedConfig, digest
+from openpi_train.data.source import Source, SourceConfig
+from openpi_train.data.text import arithmetic
+from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.data.text.text_files import find_files, names_a_path
+from openpi_train.data.zarr.store import is_zarr
+from openpi_train.robots.robot import Robot
+from openpi_train.runtime.exits import RunError, UsageError
+from openpi_train.tools.stats import as_text
+
+if TYPE_CHECKING:
+    from openpi_train.experiment import Experiment
+
+logger = logging.getLogger(__name__)
+
+# Kinds of a dataset that cannot be opened with its robot.
+_REFUSED = ("refused", "robot does not fit", "missing cameras")
+# Columns that only texts have.
+_OF_TEXTS = {"text", "messages", "completion", "chosen", "rejected"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedDataset:
+    """The findings in one dataset, and its size in words.
+
+    `failure` is an error of ours that ended its check; the findings are then incomplete.
+    """
+
+    name: str
+    size: str = ""
+    findings: Sequence[Finding] = ()
+    failure: Exception | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it but the failure."""
+        return {"name": self.name, "size": self.size, "findings": [finding.as_json() for finding in self.findings]}
+
+
+def check_experiment(experiment: "Experiment", *, num_frames: int) -> list[CheckedDataset]:
+    """The findings in every dataset of an experiment. Raises UsageError if it has none."""
+    data = experiment.data
+    if isinstance(data, TextData):
+        checked = [_checked(one.name, functools.partial(_texts_of, data, one)) for one in data.datasets]
+        return [*checked, _checked(f"{experiment.name}, as opened", lambda: _opened_texts(experiment))]
+    if not isinstance(data, DataConfig):
+        raise UsageError(f"{experiment.name}: there is nothing to check; its data are {type(data).__name__}")
+    checked = []
+    for dataset in data.datasets:
+        of = {dataset.asset: dataset.source, f"{dataset.asset}, held out": dataset.validation}
+        for name, source in of.items():
+            if source is not None:
+                check = functools.partial(_robots, name, source, robot=dataset.robot, num_frames=num_frames)
+                checked.append(_checked(name, check))
+    if not any(finding.kind in _REFUSED for dataset in checked for finding in dataset.findings):
+        together = _checked(f"{experiment.name}, as opened", functools.partial(_examined, experiment))
+        checked += [together] if together.findings or together.failure else []
+    return checked
+
+
+def check_path(
+    path: str, *, split: str | None, columns: Mapping[str, str], held_out: str | None, num_frames: int
+) -> list[CheckedDataset]:
+    """The findings in the dataset at a path: demonstrations of any format, or a file or folder of texts.
+
+    Args: `split` is None for RLDS's `train`, and all files of texts; `columns` and `held_out` are for texts: the file's
+    column for each of the type, and the split or path that is held out.
+    """
+    name = Path(path).expanduser().resolve().name
+    if columns or held_out or holds_texts(path):
+        return [_checked(name, lambda: _texts(name, path, split, columns, held_out))]
+
+    def demonstrations() -> CheckedDataset:
+        source = source_at(path)
+        if isinstance(source, Rlds):
+            source = dataclasses.replace(source, split=split or "train")
+        elif split is not None:
+            raise UsageError(f"{path} is a {type(source).__name__} dataset, which has no splits: leave out --split")
+        return _robots(name, source, robot=None, num_frames=num_frames)
+
+    return [_checked(name, demonstrations)]
+
+
+def holds_texts(path: str) -> bool:
+    """Whether a path holds texts rather than demonstrations; parquet files are told by their columns."""
+    root = Path(path).expanduser()
+    if path.startswith(SCHEME):
+        return True
+    if is_lerobot(root) or is_zarr(root) or is_repacked(root) or not root.exists():
+        return False
+    try:
+        files = find_files(path)
+    except FileNotFoundError:
+        return False
+    if not files[0].path.name.endswith(".parquet"):
+        return root.is_file() or not any(root.rglob("*.tfrecord*"))
+    return bool(_OF_TEXTS & set(require("pyarrow.parquet").read_schema(files[0].path).names))
+
+
+def as_tables(checked: Sequence[CheckedDataset]) -> str:
+    """All findings as text, a table for each dataset that has some."""
+    parts = []
+    for dataset in checked:
+        size = f" ({dataset.size})" if dataset.size else ""
+        if not dataset.findings:
+            parts.append(f"{dataset.name}{size}: nothing found\n")
+            continue
+        table = Table(title=f"{dataset.name}{size}", title_justify="left", show_lines=True)
+        for header in ("what", "how many", "where", "in training", "what to do"):
+            table.add_column(header, overflow="fold")
+        for one in dataset.findings:
+            of = "" if one.total is None else f" of {one.total}"
+            what = f"{one.kind}: {one.what}" if one.what else one.kind
+            table.add_row(what, f"{one.count}{of} {one.unit}", one.where, one.training, one.remedy)
+        parts.append(as_text(table))
+    return "\n".join(parts)
+
+
+def as_json(checked: Sequence[CheckedDataset]) -> str:
+    """All findings as JSON."""
+    return json.dumps({"datasets": [dataset.as_json() for dataset in checked]}, indent=1, ensure_ascii=False)
+
+
+def _checked(name: str, check: Callable[[], CheckedDataset]) -> CheckedDataset:
+    """The result of a check, or what ended it: that of one dataset does not end those of others."""
+    try:
+        with findings.not_reported():
+            return check()
+    except UsageError:
+        raise
+    except (ValueError, OSError, RunError) as error:
+        refused = Finding(
+            kind="refused",
+            count=1,
+            unit="dataset",
+            what=str(error),
+            training="opening ends with this error",
+            remedy="As the error says",
+        )
+        return CheckedDataset(name=name, findings=[refused])
+    except Exception as error:
+        logger.exception("the check of %s ended by an unexpected error", name)
+        return CheckedDataset(name=name, size="not checked to the end", failure=error)
+
+
+def _robots(name: str, config: SourceConfig, *, robot: Robot | None, num_frames: int) -> CheckedDataset:
+    if places.dataset_name(config.location) is not None:
+        from openpi_train.data import embedded  # jax, and the environment
+
+        embedded.write_missing(config.location)
+    source, damaged = _opened(config)
+    with _kept(getattr(config, "cache_dir", None), name, source.fingerprint) as kept:
+        data = Examined(name=name, source=source, robot=robot, num_frames=num_frames, kept=kept)
+        found = examine(data)
+    size = f"{source.num_episodes} episodes, {source.num_steps} control steps"
+    return CheckedDataset(name=name, size=size, findings=[*damaged, *found])
+
+
+def _opened(config: SourceConfig) -> tuple[Source, list[Finding]]:
+    """The dataset without its damaged episodes, and the finding of these."""
+    source = config.skipping_bad_records().open()
+    if not source.num_dropped:
+        return source, []
+    where = ""
+    if isinstance(config, IndexedConfig) and not is_repacked(config.path):
+        sidecar = config.sidecar()
+        where = sidecar.dropped(sidecar.open().manifest)[0][1]
+    damaged = Finding(
+        kind="damaged episodes",
+        count=source.num_dropped,
+        total=source.num_dropped + source.num_episodes,
+        unit="episodes",
+        where=where,
+        training="opening ends with an error, or leaves them out (--data.on-bad-record skip)",
+        remedy="Fetch these files again",
+    )
+    return source, [damaged]
+
+
+def _texts_of(data: TextData, dataset: TextDataset) -> CheckedDataset:
+    arithmetic.write_missing(dataset.path)
+    return _texts(
+        dataset.name,
+        dataset.path,
+        dataset.split,
+        dataset.columns_by_type,
+        dataset.validation,
+        cache_dir=data.cache_dir,
+        offline=data.offline,
+    )
+
+
+def _texts(
+    name: str,
+    path: str,
+    split: str | None,
+    columns: Mapping[str, str],
+    held_out: str | None,
+    *,
+    cache_dir: str | None = None,
+    offline: bool = False,
+) -> CheckedDataset:
+    training = find_files(path, split, offline=offline)
+    others = []
+    if held_out is not None:
+        where = (held_out, None) if names_a_path(held_out) else (path, held_out)
+        others = find_files(*where, offline=offline)
+    with _kept(cache_dir, name, json.dumps([str(file.path) for file in (*training, *others)])) as kept:
+        data = ExaminedTexts(name=name, files=training, held_out=others, columns=columns, kept=kept)
+        found = examine_texts(data)
+        return CheckedDataset(name=name, size=f"{len(data.measures)} records", findings=found)
+
+
+def _examined(experiment: "Experiment") -> CheckedDataset:
+    """What only shows where all datasets are looked at together, or with the model."""
+    examine_together(experiment.demonstrations, experiment.policy.window)
+    experiment.demonstrations.check_dims(experiment.policy)
+    return CheckedDataset(name=f"{experiment.name}, as opened")
+
+
+def _opened_texts(experiment: "Experiment") -> CheckedDataset:
+    """What encoding the texts with the experiment's tokenizer and template tells."""
+    opened = experiment.open_data()
+    assert isinstance(opened, OpenedText)
+    told = {
+        (member.name, finding): None
+        for rows in (opened.train, opened.validation)
+        for member in (rows.members if rows is not None else ())
+        for finding in getattr(member.store, "findings", ())
+    }
+    size = f"{opened.num_samples} texts for training"
+    return CheckedDataset(name=f"{experiment.name}, as opened", size=size, findings=[finding for _, finding in told])
+
+
+@contextlib.contextmanager
+def _kept(cache_dir: str | None, name: str, identity: str) -> Iterator[Path]:
+    """The folder in which an interrupted check keeps what it has done; it is removed when the check is done."""
+    folder = places.indexes(cache_dir) / f"check-{name}-{digest(identity)}"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

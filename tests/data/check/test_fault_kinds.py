@@ -1,0 +1,292 @@
+"""Kinds of faults in demonstrations: each is found alone, with its place, and nothing is found in sound episodes."""
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
+
+from openpi_train.data.check.examined import Examined, columns_read
+from openpi_train.data.check.kinds import examine
+from openpi_train.data.findings import Finding
+from openpi_train.data.formats import source_at
+from openpi_train.data.source import BadRecord
+from openpi_train.robots.bridge import Bridge
+from openpi_train.robots.robotwin import RoboTwin
+
+
+def not_finite(episodes):
+    episodes[5].state[7, 1] = np.nan
+
+
+def constant(episodes):
+    for one in episodes:
+        one.state[:, 2] = 0.25
+
+
+def dead_at_zero(episodes):
+    for one in episodes:
+        one.state[:, 2] = 0
+
+
+def stuck(episodes):
+    episodes[3].state[:, 1] = episodes[3].state[0, 1]
+
+
+def clipped(episodes):
+    limit = np.quantile(np.concatenate([one.state[:, 0] for one in episodes]), 0.9)
+    for one in episodes:
+        one.state[:, 0] = np.minimum(one.state[:, 0], limit)
+
+
+def spike(episodes):
+    episodes[12].state[9, 0] = 5000.0
+
+
+def next_states(episodes):
+    for one in episodes:
+        one.action[:-1] = one.state[1:]
+
+
+def present_states(episodes):
+    for one in episodes:
+        one.action[:] = one.state
+
+
+def copy(episodes):
+    episodes[7] = dataclasses.replace(episodes[2])
+
+
+def near_copy(episodes):
+    cut = {name: getattr(episodes[2], name)[4:] for name in ("state", "action", "success")}
+    jitter = np.random.default_rng(1).normal(0, 1e-7, cut["state"].shape).astype(np.float32)
+    own = {"time": np.arange(len(cut["state"])) / FPS, "frames": episodes[7].frames[: len(cut["state"])]}
+    episodes[7] = dataclasses.replace(episodes[7], **(cut | {"state": cut["state"] + jitter} | own))
+
+
+def no_success(episodes):
+    episodes[4].success[:] = episodes[6].success[:] = False
+
+
+def dropped(episodes):
+    episodes[6].time[10:] += 3 / FPS
+
+
+def jump(episodes):
+    episodes[8].time[10:] += 7.4 / FPS
+
+
+def long_pause(episodes):
+    episodes[8].time[10:] += 600
+
+
+def backwards(episodes):
+    episodes[9].time[12:] -= 1 / FPS
+
+
+def other_script(episodes):
+    episodes[1].prompt = "толкни красный блок"
+
+
+def black(episodes):
+    episodes[10].frames[:] = 3
+
+
+def one_colour(episodes):
+    episodes[10].frames[:] = 200
+
+
+def frozen(episodes):
+    episodes[11].frames[:] = episodes[11].frames[0]
+
+
+# Kind, count, and what the place says.
+ALONE = {
+    not_finite: ("not finite", 1, "episode 5, step 7 of"),
+    constant: ("constant dims", 1, ""),
+    dead_at_zero: ("constant dims", 1, ""),
+    stuck: ("stuck dims", 1, "episode 3, step 0"),
+    clipped: ("clipped sensors", None, ""),
+    spike: ("spike", 1, "episode 12, step 9"),
+    next_states: ("actions are the next states", None, ""),
+    present_states: ("actions are the present states", None, ""),
+    copy: ("copies of episodes", 1, "episode 7, step 0"),
+    near_copy: ("near-copies of episodes", 1, "episode 7, step 0"),
+    no_success: ("flags in some episodes only", 2, "episode 4, step 0"),
+    dropped: ("dropped frames", 1, "episode 6, step 10"),
+    jump: ("time stamps that jump", 1, "episode 8, step 10"),
+    long_pause: ("time stamps that jump", 1, "episode 8, step 10"),
+    backwards: ("time stamps that go back", 1, "episode 9, step 12"),
+    other_script: ("languages mixed", 1, "episode 1, step 0"),
+    black: ("black pictures", 8, "episode 10, step 0"),
+    one_colour: ("black pictures", 8, "episode 10, step 0"),
+    frozen: ("frozen pictures", None, "episode 11"),
+}
+# Faults that lie in different episodes can be in one dataset.
+TOGETHER = (not_finite, stuck, spike, near_copy, no_success, dropped, jump, backwards, other_script, black, frozen)
+
+
+def found(source, robot=None, **options):
+    return {finding.kind: finding for finding in examine(Examined(name="made", source=source, robot=robot, **options))}
+
+
+@pytest.mark.parametrize("fault", ALONE, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found_with_its_place_and_nothing_else_is(fault):
+    kind, count, where = ALONE[fault]
+    episodes = sound()
+    fault(episodes)
+    findings = found(InMemory(episodes))
+    assert set(findings) == {kind}
+    assert count in (None, findings[kind].count)
+    assert where in findings[kind].where
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_nothing_is_found_in_sound_data_of_any_format(form, tmp_path, caplog):
+    path = WRITERS[form](tmp_path / "made", sound())
+    config = dataclasses.replace(source_at(str(path)), cache_dir=str(tmp_path / "index"))
+    assert not found(config.open())
+    assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_faults_are_found_in_every_format_and_told_at_its_opening(form, tmp_path, caplog):
+    episodes = sound()
+    for fault in TOGETHER:
+        fault(episodes)
+    path = WRITERS[form](tmp_path / "made", episodes)
+    config = dataclasses.replace(source_at(str(path)), cache_dir=str(tmp_path / "index"))
+    findings = found(config.open())
+    assert set(findings) == {ALONE[fault][0] for fault in TOGETHER}
+    for fault in TOGETHER:
+        kind, count, where = ALONE[fault]
+        assert count in (None, findings[kind].count)
+        assert where in findings[kind].where and str(tmp_path) in findings[kind].where
+    # The second opening reads no column, and tells the same.
+    caplog.clear()
+    assert {finding.kind for finding in config.open().findings} <= set(findings)
+    told = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    for kind in ("not finite", "stuck dims", "near-copies of episodes", "dropped frames", "languages mixed"):
+        assert sum(kind in line for line in told) == 1
+    assert not any("black" in line for line in told)  # no picture is read for it
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("fault", [clipped, next_states, constant, copy], ids=lambda fault: fault.__name__)
+def test_faults_of_whole_datasets_are_found_in_every_format(form, fault, tmp_path):
+    episodes = sound()
+    fault(episodes)
+    path = WRITERS[form](tmp_path / "made", episodes)
+    config = dataclasses.replace(source_at(str(path)), cache_dir=str(tmp_path / "index"))
+    assert set(found(config.open())) == {ALONE[fault][0]}
+
+
+def test_a_gripper_is_compared_with_the_range_that_its_robot_reads():
+    assert not found(InMemory(sound()), Hand())
+    percent, metres = sound(), sound()
+    for one in percent:
+        one.state[:, -1] *= 100
+    finding = found(InMemory(percent), Hand())["gripper outside its range"]
+    assert "state: gripper_fraction from 0 to 100, where its robot reads 0 to 1" in finding.what
+    assert "episode 0, step 0 of" in finding.where
+    for one in metres:
+        one.state[:, -1] *= 0.04
+    assert set(found(InMemory(metres), Hand())) == {"gripper uses little of its range"}
+
+
+def test_what_a_reader_told_is_shown_and_what_opening_looked_for_is_looked_for_again():
+    source = InMemory(sound())
+    told = {"count": 3, "unit": "episodes", "training": "", "remedy": ""}
+    source.findings = [Finding(kind="no instruction", **told), Finding(kind="stuck dims", **told)]
+    assert set(found(source)) == {"no instruction"}
+
+
+def test_zeros_in_state_and_action_alike_are_padding():
+    episodes = sound()
+    for one in episodes:
+        one.state[:, 2] = one.action[:, 2] = 0
+    assert not found(InMemory(episodes))
+
+
+def test_next_states_are_no_fault_where_the_robots_data_have_them_by_convention():
+    episodes = sound()
+    next_states(episodes)
+
+    class ByConvention(Hand):
+        actions_are_next_states = True
+
+    assert set(found(InMemory(episodes), Hand())) == {"actions are the next states"}
+    assert not found(InMemory(episodes), ByConvention())
+    assert RoboTwin.actions_are_next_states
+
+
+def test_a_dim_that_seldom_moves_has_no_spikes():
+    episodes = sound()
+    for one in episodes:
+        one.state[:, 0] = 1e-6 * np.random.default_rng(0).normal(size=len(one.state))
+    for one in episodes[::4]:
+        one.state[5:9, 0] = 1
+    assert not found(InMemory(episodes))
+
+
+def test_a_hand_at_its_stop_and_a_start_at_the_end_of_the_range_are_not_clipped():
+    episodes = sound()
+    for one in episodes:
+        one.state[:8, 0] = 2.0  # all begin at home, for a while
+    assert not found(InMemory(episodes))
+
+
+def test_flags_and_cameras_of_the_robot_are_compared_with_the_dataset():
+    robot = Hand(cameras={"base_0_rgb": "observation/image_0"})
+    finding = found(InMemory(sound()), robot)["missing cameras"]
+    assert "observation/image_0 (base_0_rgb)" in finding.what and CAMERA in finding.what
+    # A camera that no robot reads is not looked at.
+    episodes = sound()
+    black(episodes)
+    assert not found(InMemory(episodes), Hand())
+
+
+def test_a_robot_that_does_not_fit_hides_no_other_fault():
+    episodes = sound()
+    black(episodes)
+    findings = found(InMemory(episodes), Bridge(cameras={"base_0_rgb": CAMERA}))
+    assert set(findings) == {"robot does not fit", "black pictures"}
+    assert "reads 7 dims" in findings["robot does not fit"].what
+
+
+def test_only_the_columns_that_a_robot_reads_are_looked_at():
+    source = InMemory(sound())
+    source.columns["observation/state_of_another"] = np.full((source.num_steps, 3), 7.0)
+    assert set(found(source)) == {"constant dims"}
+    assert columns_read(Hand(), source) == {STATE, "action"}
+    assert not found(source, Hand())
+
+
+def test_a_picture_that_cannot_be_read_is_a_finding():
+    source = InMemory(sound())
+    read = source.frames
+
+    def frames(steps, camera):
+        if steps[0] == 0:
+            raise BadRecord("a.parquet, row 0: torn")
+        return read(steps, camera)
+
+    source.frames = frames
+    finding = found(source)["unreadable pictures"]
+    assert finding.count == 1 and finding.where == "a.parquet, row 0: torn"
+
+
+def test_a_camera_that_was_recorded_twice_is_found():
+    source = InMemory(sound())
+    source.cameras = (CAMERA, "observation/images/wrist")
+    finding = found(source)["cameras alike"]
+    assert (finding.count, finding.total) == (128, 128) and "front and observation/images/wrist" in finding.what
+
+
+def test_still_robots_have_still_pictures():
+    episodes = sound()
+    for name in ("state", "frames"):
+        values = getattr(episodes[11], name)
+        values[10:20] = values[10]
+    assert not found(InMemory(episodes))

@@ -1,0 +1,187 @@
+"""Kinds of faults of texts: each is found alone, with its line, in JSON lines and parquet; none in sound texts."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from openpi_train.data.check import text_measures
+from openpi_train.data.check.scripts import main_script
+from openpi_train.data.check.text_kinds import TEXT_KINDS, examine_texts
+from openpi_train.data.check.text_measures import ExaminedTexts
+from openpi_train.data.text import arithmetic
+from openpi_train.data.text.text_files import find_files
+
+
+def sound(number=20):
+    return [{"prompt": f"How much is {n} and {n + 1}?", "completion": f"It is {2 * n + 1}."} for n in range(number)]
+
+
+def spoken(number=20):
+    """Conversations."""
+    return [
+        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"Number {n}."}]}
+        for n in range(number)
+    ]
+
+
+def blank(rows):
+    rows[4]["completion"] = " \n"
+
+
+def copied(rows):
+    rows[7] = {name: text.upper() + " " for name, text in rows[2].items()}
+
+
+def damaged(rows):
+    rows[5]["completion"] = "Café".encode().decode("latin-1")
+
+
+def lost_character(rows):
+    rows[5]["prompt"] = "What is a caf\ufffd?"
+
+
+def other_script(rows):
+    rows[6]["completion"] = "Это тринадцать."
+
+
+def endless(rows):
+    rows[3]["completion"] = "and so on, " * 4_000
+
+
+def silent_assistant(rows):
+    rows[4]["messages"][1]["content"] = ""
+
+
+def no_assistant(rows):
+    rows[4]["messages"][1]["role"] = "bot"
+
+
+def open_end(rows):
+    rows[4]["messages"].append({"role": "user", "content": "And then?"})
+
+
+# Kind, count, line.
+STANDARD = {
+    blank: ("blank answers", 1, 5),
+    copied: ("copies of texts", 1, 8),
+    damaged: ("damaged characters", 1, 6),
+    lost_character: ("damaged characters", 1, 6),
+    other_script: ("languages mixed", 1, 7),
+    endless: ("very long texts", 1, 4),
+}
+SPOKEN = {
+    silent_assistant: ("blank answers", 1, 5),
+    no_assistant: ("no assistant turn", 1, 5),
+    open_end: ("no last answer", 1, 5),
+}
+NAMES = {"ids": lambda one: getattr(one, "__name__", "")}
+FAULTS = [*((sound, fault, *told) for fault, told in STANDARD.items()), *((spoken, f, *t) for f, t in SPOKEN.items())]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def found(path, held_out=None, **options):
+    others = () if held_out is None else find_files(str(held_out))
+    data = ExaminedTexts(name="made", files=find_files(str(path)), held_out=others, **options)
+    return {finding.kind: finding for finding in examine_texts(data)}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("rows", "fault", "kind", "count", "line"), FAULTS, ids=lambda one: getattr(one, "__name__", "")
+)
+def test_a_fault_is_found_with_its_line_and_nothing_else_is(ending, rows, fault, kind, count, line, tmp_path):
+    made = rows()
+    fault(made)
+    findings = found(write(tmp_path / f"made.{ending}", made))
+    assert set(findings) == {kind} and findings[kind].count == count
+    assert findings[kind].where == (f"made.jsonl:{line}" if ending == "jsonl" else f"made.parquet: row {line}")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("rows", [sound, spoken])
+def test_nothing_is_found_in_sound_texts(ending, rows, tmp_path):
+    assert not found(write(tmp_path / f"made.{ending}", rows()))
+
+
+def test_nothing_is_found_in_the_embedded_task_and_in_gsm8k(tmp_path, gsm8k):
+    root = arithmetic.prepare(tmp_path)
+    for name in ("demonstrations", "preferences", "prompts"):
+        assert not found(root / name / "train.jsonl", root / name / "test.jsonl")
+    columns = {"prompt": "question", "completion": "answer"}
+    assert not found(gsm8k / "train.jsonl", gsm8k / "test.jsonl", columns=columns)
+
+
+def test_records_that_cannot_be_read_and_other_types_are_counted_with_the_first(tmp_path):
+    path = write(tmp_path / "made.jsonl", [*sound(5), *spoken(2)])
+    path.write_text(path.read_text() + '{"prompt": \n{"prompt": "x"}\n')
+    findings = found(path)
+    assert set(findings) == {"unreadable records", "types mixed"}
+    assert (findings["unreadable records"].count, findings["unreadable records"].total) == (1, 9)
+    assert findings["unreadable records"].where.startswith("made.jsonl:8: not JSON")
+    assert findings["types mixed"].where == "made.jsonl:6" and findings["types mixed"].count == 3
+
+
+def test_a_held_out_prompt_in_training_is_found_whatever_its_case(tmp_path):
+    training, others = sound(), sound(30)[20:]
+    others[3] = {"prompt": training[11]["prompt"].lower(), "completion": "Another answer."}
+    findings = found(write(tmp_path / "a.jsonl", training), write(tmp_path / "b.jsonl", others))
+    assert set(findings) == {"held-out texts in training"}
+    assert findings["held-out texts in training"].where == "a.jsonl:12"
+
+
+def test_a_translation_has_another_script_in_each_field(tmp_path):
+    rows = [{"prompt": f"Translate {n} please", "completion": f"Пожалуйста, вот {n}"} for n in range(9)]
+    assert not found(write(tmp_path / "made.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("pick up the cup", "Latin"),
+        ("naïve café", "Latin"),
+        ("возьми чашку (cup)", "Cyrillic"),
+        ("拿起红色的杯子 cup", "Chinese"),
+        ("赤いカップを取って", "Japanese"),
+        ("컵을 집어", "Hangul"),
+        ("ارفع الكوب", "Arabic"),
+        ("12 + 30 = 42", None),
+        ("x", None),
+    ],
+)
+def test_the_script_of_a_text_is_that_of_most_letters(text, script):
+    assert main_script(text) == script
+
+
+def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        write(folder / f"{name}.jsonl", [{"prompt": f"{row['prompt']} {name}", **row} for row in sound()])
+    kept, of_file, read = tmp_path / "kept", text_measures._of_file, []
+
+    def interrupted(file, *rest):
+        read.append(file.name)
+        if len(read) == 3:
+            raise KeyboardInterrupt
+        return of_file(file, *rest)
+
+    monkeypatch.setattr(text_measures, "_of_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        found(folder, kept=kept)
+    findings = found(folder, kept=kept)
+    assert read == ["a.jsonl", "b.jsonl", "c.jsonl", "c.jsonl"]
+    # Every text of the second and third file is one of the first.
+    assert findings["copies of texts"].count == 40 and findings["copies of texts"].where == "b.jsonl:1"
+
+
+def test_every_kind_says_what_it_is():
+    assert all(kind.about for kind in TEXT_KINDS)
