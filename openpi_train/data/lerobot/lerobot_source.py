@@ -13,7 +13,8 @@ import numpy as np
 from openpi_train.data import files, tables
 from openpi_train.data.damage import of_record
 from openpi_train.data.lerobot import lerobot_video
-from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, require
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names
+from openpi_train.data.lerobot.lerobot_metadata import require
 from openpi_train.data.source import About, column_name
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
