@@ -68,7 +68,8 @@ class LeRobotIndex(Sidecar):
 
     @property
     def identity(self) -> str:
-        return f"{self.root.resolve()} {self.config.tolerance_s} {self.config.prompt_from}"
+        prompts = "" if self.config.prompt_from == "task" else f" {self.config.prompt_from}"
+        return f"{self.root.resolve()} {self.config.tolerance_s}{prompts}"
 
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
         listed = [name for name, _, _ in manifest["sources"] if name.startswith("meta/episodes/")]
