@@ -104,19 +104,23 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    r"""The number of each line that is not blank, from 1, and its value; a byte order mark is left out.
+    """The number of each line that is not blank, from 1, and its value. Raises OSError, ValueError naming the line."""
+    for number, line in lines_of(path):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); mend or remove it") from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    r"""The number of each line that is not blank, from 1, and the line, for `json.loads`, which knows byte order marks.
 
     Lines end at \n alone: U+2028, U+0085 and others at which `str.splitlines` divides may stand inside JSON's texts.
-
-    Raises OSError, ValueError naming file and line.
     """
     with path.open("rb") as file, naming(path):
         for number, line in enumerate(file, 1):
             if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}, line {number} is not JSON ({error}); mend or remove it") from error
+                yield number, line
 
 
 def claim(folder: Path, plan: Mapping[str, Any]) -> bool:

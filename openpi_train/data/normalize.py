@@ -172,8 +172,8 @@ def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
     if not path.is_file():
         raise FileNotFoundError(f"no norm stats at {path}; give a {FILE_NAME}, or none to have them computed")
     try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not a norm_stats.json: {type(error).__name__}: {error}") from error
     return parse_norm_stats(content, str(path))
 

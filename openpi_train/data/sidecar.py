@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,15 +142,8 @@ class Sidecar(abc.ABC):
 
     def _build(self) -> tables.Tables:
         started = time.monotonic()
-        draft = self.place / f".tables.{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        try:
+        with tables.drafted(self.place) as draft:
             manifest = self._written(draft)
-        except BaseException:
-            # A full disk must not stay full of half an index.
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
         logger.info(
             "%s: index done in %.1f s: %d episodes, %d steps, cameras %s, %d episodes dropped",
             *(self.label, time.monotonic() - started, manifest["num_episodes"], manifest["num_steps"]),

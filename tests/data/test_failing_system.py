@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from vla_project import write_episodes
 
+from openpi_train.data import tables
 from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.episodes import ParquetScan, copy_pictures
 from openpi_train.data.parquet import Parquet, parquet_index
@@ -129,6 +130,21 @@ def test_texts_in_parquet_files_that_the_system_cannot_read_are_not_damaged(tmp_
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(BadRecord, match="the file is damaged"):
         list(TextFile(tmp_path / "torn.parquet", "torn.parquet").records(["text"]))
+
+
+@needs_linux
+@pytest.mark.parametrize("name", ["io.jsonl", "io.json", "io.jsonl.gz"])
+def test_lines_of_texts_that_the_system_cannot_read_are_named(tmp_path, name):
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=rf"Input/output error: '.*{name}'"):
+        list(TextFile(tmp_path / name, name).records(["text"]))
+
+
+def test_half_the_tables_of_a_dataset_do_not_fill_the_disk(tmp_path):
+    with pytest.raises(OSError, match="full"), tables.drafted(tmp_path) as draft:
+        (draft / "a.npy").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, "full")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_index_that_cannot_be_read_for_a_moment_is_not_built_again(tmp_path, monkeypatch):

@@ -27,11 +27,11 @@ from openpi_train.data.findings import Finding
 from openpi_train.data.lerobot import language_rows, lerobot_video
 from openpi_train.data.lerobot.episodes import ParquetScan, Scanned
 from openpi_train.data.lerobot.lerobot_layout import LeRobotLayout, read_layout
-from openpi_train.data.lerobot.lerobot_metadata import episode_files
+from openpi_train.data.lerobot.lerobot_metadata import UNKNOWN, Episode, episode_files
 from openpi_train.data.lerobot.lerobot_source import LeRobotSource
 from openpi_train.data.progress import Progress
 from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed, missing_files, stat_files
-from openpi_train.data.source import Source, column_name
+from openpi_train.data.source import Source, column_name, report_dropped
 
 # The problem of an episode that needs a file that is not there.
 _MISSING = "the file is missing: download it"
@@ -68,7 +68,8 @@ class LeRobotIndex(Sidecar):
 
     @property
     def identity(self) -> str:
-        return f"{self.root.resolve()} {self.config.tolerance_s} {self.config.prompt_from}"
+        prompts = "" if self.config.prompt_from == "task" else f" {self.config.prompt_from}"
+        return f"{self.root.resolve()} {self.config.tolerance_s}{prompts}"
 
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
         listed = [name for name, _, _ in manifest["sources"] if name.startswith("meta/episodes/")]
@@ -88,6 +89,8 @@ class LeRobotIndex(Sidecar):
                 f"{self.root} has no column {language_rows.PERSISTENT}, from which prompt_from "
                 f"{self.config.prompt_from!r} takes instructions: annotate it with lerobot-annotate, or give 'task'"
             )
+        if self.config.on_bad_record == "error":  # now, and not after all files are read
+            report_dropped(self.dataset, self.dropped({"dropped": _dropped(layout.episodes)}), "error")
         names = [*layout.data, *layout.videos]
         missing = missing_files(self.root, names) if self.config.on_bad_record == "skip" else []
         what = f"files of {self.root} are missing"
@@ -104,10 +107,7 @@ class LeRobotIndex(Sidecar):
         sizes = _video_sizes(layout, videos)
         scanned = self._scan_files(layout, videos, sizes, directory / "pictures", number, progress)
         layout, good, bad, findings = _agreed(layout, sizes, scanned)
-        dropped = [
-            {"file": entry.episode.data, "episode": entry.episode.number, "why": entry.problem}
-            for entry in sorted(bad, key=lambda entry: entry.episode.number)
-        ]
+        dropped = _dropped([dataclasses.replace(entry.episode, problem=entry.problem) for entry in bad])
         self.require_episodes(len(good), dropped)
         if self.config.prompt_from != "task":
             findings += self._without_text(good)
@@ -201,6 +201,15 @@ class LeRobotIndex(Sidecar):
         if self.config.prompt_from == "task":
             return "read as instructions with the source's --...prompt-from subtask or task_aug"
         return f"its {self.config.prompt_from} is the instruction"
+
+
+def _dropped(episodes: Sequence[Episode]) -> list[dict[str, Any]]:
+    """The entries of the manifest of those episodes that have a problem."""
+    return [
+        {"file": one.data, "episode": "unknown" if one.number == UNKNOWN else one.number, "why": one.problem}
+        for one in sorted(episodes, key=lambda one: one.number)
+        if one.problem
+    ]
 
 
 def _video_sizes(layout: LeRobotLayout, videos: Mapping[str, lerobot_video.Video]) -> dict[str, tuple[int, int]]:

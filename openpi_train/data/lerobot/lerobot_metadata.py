@@ -17,8 +17,11 @@ from openpi_train.data.damage import raise_if_system
 from openpi_train.data.findings import Finding
 
 Row = Mapping[str, Any]
-# Rows, each with its place for messages: "meta/tasks.jsonl, line 3".
-Placed = Sequence[tuple[str, Row]]
+# Rows, each with its place for messages, such as "meta/tasks.jsonl, line 3"; what is wrong with it, if it is no row.
+Placed = Sequence[tuple[str, Row | ValueError]]
+
+# The number of an episode whose line of the metadata is damaged.
+UNKNOWN = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +74,23 @@ def episode_files(root: Path) -> list[str]:
 def read_rows(root: Path, names: Sequence[str]) -> Placed:
     """The rows of JSON lines or parquet files, without the episodes' statistics.
 
-    Raises FileNotFoundError, OSError, or ValueError naming file and line.
+    Raises FileNotFoundError, OSError, or ValueError naming a damaged parquet file.
     """
     return [placed for name in names for placed in _rows_of(root, name)]
 
 
-def _rows_of(root: Path, name: str) -> Iterator[tuple[str, Row]]:
+def _rows_of(root: Path, name: str) -> Iterator[tuple[str, Row | ValueError]]:
     if not (root / name).exists():
         raise FileNotFoundError(f"{root / name} is missing: download it")
     if name.endswith(".jsonl"):
-        for number, row in files.read_json_lines(root / name):
-            place = f"{name}, line {number}"
-            if not isinstance(row, Mapping):
-                raise ValueError(f"{place}: {json.dumps(row)[:60]} is no object")
-            yield place, row
+        for number, line in files.lines_of(root / name):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, Mapping):
+                    row = ValueError(f"{json.dumps(row)[:60]} is no object; mend or remove the line")
+            except ValueError as error:
+                row = ValueError(f"the line is not JSON ({error}); mend or remove it")
+            yield f"{name}, line {number}", row
         return
     try:
         with require("pyarrow.parquet").ParquetFile(root / name) as file:
@@ -112,6 +118,8 @@ def tasks_of(rows: Placed) -> tuple[dict[int, str], list[Finding]]:
     places: dict[int, str] = {}
     repeated: list[str] = []
     for place, row in rows:
+        if isinstance(row, ValueError):
+            raise ValueError(f"{place}: {row}")
         number = _number(row, "task_index", place)
         text = _text(row, place)
         if number not in tasks:
@@ -129,14 +137,19 @@ def tasks_of(rows: Placed) -> tuple[dict[int, str], list[Finding]]:
 def episodes_of(rows: Placed, episode: Callable[[int, Row], Episode]) -> tuple[list[Episode], list[Finding]]:
     """The episodes in the order of their numbers, and what is suspicious.
 
-    Args: `episode` makes one of a number and a row; a ValueError of it is the episode's problem.
+    Args: `episode` makes one of a number and a row; a ValueError of it is the episode's problem. So is a damaged line,
+    whose episode has the number `UNKNOWN`.
 
     Raises ValueError naming the place.
     """
     episodes: dict[int, Episode] = {}
     places: dict[int, str] = {}
     repeated: list[str] = []
+    damaged: list[Episode] = []
     for place, row in rows:
+        if isinstance(row, ValueError):
+            damaged.append(Episode(UNKNOWN, 0, place, {}, problem=str(row)))
+            continue
         number = _number(row, "episode_index", place)
         try:
             found = episode(number, row)
@@ -151,9 +164,8 @@ def episodes_of(rows: Placed, episode: Callable[[int, Row], Episode]) -> tuple[l
                 f"{place}: episode {number} is listed by {places[number]}, too, with another length or file; remove "
                 "the line or the file that is left over"
             )
-    return [episodes[number] for number in sorted(episodes)], _repeated(
-        "an episode listed twice", repeated, len(rows), "entries"
-    )
+    found = [*damaged, *(episodes[number] for number in sorted(episodes))]
+    return found, _repeated("an episode listed twice", repeated, len(rows), "entries")
 
 
 def _repeated(kind: str, places: Sequence[str], total: int, unit: str) -> list[Finding]:

@@ -19,7 +19,7 @@ Read next: `data/sidecar.py` (how an index is kept), `parquet_scan.py` (reads on
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,7 @@ class ParquetIndex(Sidecar):
                 raise ValueError(
                     f"{self.folder / sources[number][0]} has other columns than {self.folder / first}: "
                     f"{entry.layout} and {like.layout}; put them in folders of their own"
+                    f"{''.join(f'. {name} is left out of one: {why}' for name, why in _differing(entry, like))}"
                 )
         self.require_episodes(len(good), dropped)
         _write_tables(directory, good)
@@ -126,6 +127,12 @@ class ParquetIndex(Sidecar):
 
     def source(self, index: tables.Tables) -> Source:
         return ParquetSource(self.folder, index)
+
+
+def _differing(one: ScannedFile, other: ScannedFile) -> Iterator[tuple[str, str]]:
+    """The columns that are left out of only one of two files, each with the reason."""
+    for mine, others in ((one, other), (other, one)):
+        yield from ((name, why) for name, why in mine.skipped.items() if name not in others.skipped)
 
 
 def _size(directory: Path, good: Mapping[int, ScannedFile], camera: str) -> Sequence[int]:

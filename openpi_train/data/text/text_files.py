@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.damage import raise_if_system
+from openpi_train.data.files import naming
 from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.json_array import entries_of_array
@@ -44,7 +45,7 @@ class TextFile:
 
     def sha256(self) -> str:
         """Digest of its content."""
-        with self.path.open("rb") as file:
+        with self.path.open("rb") as file, naming(self.path):
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def records(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -63,7 +64,10 @@ class TextFile:
     def _lines(self) -> Iterator[tuple[int, Any]]:
         number, counts_records = 0, self.path.name.endswith(_ARRAYS)
         try:
-            with gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file:
+            with (
+                naming(self.path),
+                gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file,
+            ):
                 for line_number, line in enumerate(file, 1):
                     line = line.removeprefix(_MARK) if line_number == 1 else line
                     if counts_records and number == 0 and line.lstrip().startswith(b"["):

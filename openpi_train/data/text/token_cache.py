@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -140,10 +139,8 @@ class TokenCache:
             columns=self.columns,
             on_bad_record=self.on_bad_record,
         ).encode()
-        draft = self.place / f".tables.{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        totals = _join(parts, draft)
+        with tables.drafted(self.place) as draft:
+            totals = _join(parts, draft)
         bad = [line for part in parts for line in told_of(part)["bad"]]
         if not totals["samples"]:
             why = f"all {len(bad)} records are bad; the first: {bad[0]}" if bad else "it is empty"

@@ -9,6 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from openpi_train.data.lerobot.encode import encode
+from openpi_train.data.lerobot.episodes import ParquetScan
 from openpi_train.data.source import BadRecord
 
 FRONT = "observation.images.front"
@@ -121,13 +122,13 @@ REFUSED = {
     "a fraction": (other_text(0.5), r"tasks\.jsonl, line 3: its task_index is 0\.5; needed is a whole number"),
     "no number": (other_text(None), r"tasks\.jsonl, line 3: its task_index is null; needed is a whole number"),
     "no text": (other_text(2, 7), r"tasks\.jsonl, line 3: the instruction should be a text called task"),
-    "a torn line": (
-        lambda root: edit_lines(root / "meta/episodes.jsonl", lambda lines: [*lines[:2], lines[2][:20]]),
-        r"episodes\.jsonl, line 3 is not JSON \(.*\); mend or remove it",
+    "a torn task": (
+        lambda root: edit_lines(root / "meta/tasks.jsonl", lambda lines: [lines[0], lines[1][:20]]),
+        r"tasks\.jsonl, line 2: the line is not JSON \(.*\); mend or remove it",
     ),
-    "a line that is no object": (
-        lambda root: edit_lines(root / "meta/episodes.jsonl", lambda lines: [*lines, "[3]"]),
-        r"episodes\.jsonl, line 4: \[3\] is no object",
+    "a task that is no object": (
+        lambda root: edit_lines(root / "meta/tasks.jsonl", lambda lines: [*lines, "[3]"]),
+        r"tasks\.jsonl, line 3: \[3\] is no object",
     ),
     "a torn info.json": (
         lambda root: (root / "meta/info.json").write_text("{"),
@@ -154,6 +155,19 @@ def test_a_missing_file_of_tasks_and_a_torn_one_of_episodes_are_named(broken):
     (copy.root / EPISODES_30).write_bytes(b"PAR1 torn")
     with pytest.raises(ValueError, match=r"meta/episodes/chunk-000/file-000\.parquet: "):
         copy.open()
+
+
+@pytest.mark.parametrize("torn", ['{"episode_index": 1, "len', "[1]"])
+def test_a_damaged_line_of_an_episode_is_an_error_before_any_file_is_read_or_left_out(broken, monkeypatch, torn):
+    copy = broken("v21_image")
+    whole = copy.open()
+    edit_lines(copy.root / "meta/episodes.jsonl", lambda lines: [lines[0], torn, lines[2]])
+    with monkeypatch.context() as patch:
+        patch.setattr(ParquetScan, "read", None)
+        with pytest.raises(BadRecord, match=r"meta/episodes\.jsonl, line 2, episode unknown: .*mend or remove"):
+            copy.open()
+    source = copy.open(on_bad_record="skip")
+    assert list(source.episode_ids) == [whole.episode_ids[0], whole.episode_ids[2]] and source.num_dropped == 1
 
 
 def test_a_large_number_of_a_task_costs_no_memory(broken):

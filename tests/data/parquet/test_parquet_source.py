@@ -93,3 +93,12 @@ def test_columns_with_rows_of_other_lengths_or_nulls_are_left_out_by_the_row(fol
     left_out = source.about().left_out
     assert left_out["ragged"] == "its rows hold 3, 4, 5 numbers"
     assert left_out["fixed"].startswith("row 1 is null") and left_out["holed"].startswith("row 0 is null")
+    shutil.copy(folder / "b.parquet", folder / "one" / "c.parquet")
+    table = parquet.read_table(folder / "b.parquet")
+    short = pa.array([[0.0], *table["action"].to_pylist()[1:]])
+    place = table.schema.get_field_index("action")
+    parquet.write_table(table.set_column(place, "action", short), folder / "one" / "b.parquet")
+    with pytest.raises(
+        ValueError, match=r"has other columns.*\. action is left out of one: its rows hold 1, \d numbers"
+    ):
+        opened(folder / "one")
