@@ -59,6 +59,8 @@ _OBJECTIVES: Mapping[Algorithm, type[Objective]] = {
     "dpo": PreferencePairs,
     **dict.fromkeys(PRACTISING, PolicyGradient),
 }
+# The parameters that decay: all but norms and biases, as in transformers' `Trainer.get_decay_parameter_names`.
+DECAYING = r"^(?!.*(norm/|bias))"
 # Columns of which an algorithm needs one.
 _COLUMNS: Mapping[Algorithm, tuple[str, ...]] = {
     "sft": ("text", "messages", "conversations", "completion", "response"),
@@ -133,7 +135,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         lr_schedule=LRSchedule(
             kind="linear", warmup_steps=0, warmup_lr=0.0, peak_lr=5e-5, decay_steps=None, decay_lr=0.0
         ),
-        optimizer=AdamW(b2=0.999, weight_decay=0.0),
+        optimizer=AdamW(b2=0.999, weight_decay=0.0, decay_mask=DECAYING),
         ema_decay=None,
         batch_size=DEFAULT_ROWS,
         keep_effective_batch_size=False,

@@ -357,6 +357,9 @@ def test_prompts_are_those_of_the_algorithm_or_of_rlhf():
     assert re.search(r"rlhf.train_files: .*not read by grpo", translated(data).report())
 
 
+TALK = [{"role": "user", "content": "a"}]
+
+
 @pytest.mark.parametrize(
     ("records", "kind", "columns"),
     [
@@ -365,8 +368,16 @@ def test_prompts_are_those_of_the_algorithm_or_of_rlhf():
         ([{"question": "a", "answer": "b"}], "texts", [("prompt=question", "completion=answer")]),
         # Of a preference only the prompt.
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "prompts", [("prompt=prompt",)]),
-        # A conversation is not answered by a text.
-        ([{"prompt": [{"role": "user", "content": "a"}], "solution": "b"}], "prompts", [("prompt=prompt",)]),
+        # A conversation may be answered by a text, a text by no conversation.
+        ([{"prompt": TALK, "solution": "b"}], "texts", [("prompt=prompt", "completion=solution")]),
+        ([{"prompt": TALK, "solution": TALK}], "texts", [("prompt=prompt", "completion=solution")]),
+        ([{"prompt": "a", "solution": TALK}], "prompts", [("prompt=prompt",)]),
+        # verl's.
+        (
+            [{"data_source": "openai/gsm8k", "prompt": TALK, "reward_model": {"style": "rule", "ground_truth": "2"}}],
+            "texts",
+            [("prompt=prompt", "completion=reward_model.ground_truth")],
+        ),
         # References are of no use unless every file has some.
         ([{"prompt": "a", "answer": "b"}, {"query": "a"}], "prompts", [("prompt=prompt",), ("prompt=query",)]),
     ],

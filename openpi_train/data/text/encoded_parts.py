@@ -22,7 +22,7 @@ from openpi_train.data.source import BadRecord
 from openpi_train.data.text.examples import COLUMNS, Example, example_of
 from openpi_train.data.text.message_content import text_of
 from openpi_train.data.text.text_encoder import EncodedText, TextEncoder, UnfitSettingsError
-from openpi_train.data.text.text_files import TextFile, parsed
+from openpi_train.data.text.text_files import TextFile, entry_of, parsed
 
 logger = logging.getLogger(__name__)
 
@@ -158,26 +158,7 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[st
     """The record with the columns of the types; without `columns`, as it is."""
     if not columns:
         return record
-    return {name: _entry(record, column) for name, column in columns.items()}
-
-
-def _entry(record: Mapping[str, Any], column: str) -> Any:
-    """A column of a record, or an entry of an object in one: `reward_model.ground_truth`."""
-    found: Any = record
-    for name in [column] if column in record else column.split("."):
-        if isinstance(found, str) and found.lstrip().startswith("{"):  # tables may hold an object as JSON
-            try:
-                found = json.loads(found)
-            except ValueError as error:
-                raise ValueError(f"{column}: the text {found!r:.60} is no JSON ({error})") from error
-        if not isinstance(found, Mapping) or name not in found:
-            inside = f"; {column.rpartition('.' + name)[0]} has {sorted(found)}" if isinstance(found, Mapping) else ""
-            raise ValueError(
-                f"it has no {column}, which --data.datasets.N.columns names; it has {sorted(record)}"
-                + (inside if found is not record else "")
-            )
-        found = found[name]
-    return found
+    return {name: entry_of(record, column) for name, column in columns.items()}
 
 
 def _of_text(text: EncodedText) -> dict[str, Any]:

@@ -158,6 +158,28 @@ def parsed(raw: Any) -> Mapping[str, Any]:
     return record
 
 
+def entry_of(record: Mapping[str, Any], column: str) -> Any:
+    """A column of a record, or an entry of an object in one: `reward_model.ground_truth`.
+
+    Raises ValueError, naming what there is, if there is none.
+    """
+    found: Any = record
+    for name in [column] if column in record else column.split("."):
+        if isinstance(found, str) and found.lstrip().startswith("{"):  # tables may hold an object as JSON
+            try:
+                found = json.loads(found)
+            except ValueError as error:
+                raise ValueError(f"{column}: the text {found!r:.60} is no JSON ({error})") from error
+        if not isinstance(found, Mapping) or name not in found:
+            inside = f"; {column.rpartition('.' + name)[0]} has {sorted(found)}" if isinstance(found, Mapping) else ""
+            raise ValueError(
+                f"it has no {column}, which --data.datasets.N.columns names; it has {sorted(record)}"
+                + (inside if found is not record else "")
+            )
+        found = found[name]
+    return found
+
+
 def find_files(where: str, split: str | None = None, *, offline: bool = False) -> list[TextFile]:
     """The files of a split, in the order of their names: `where` is a file, a folder, or `hub:USER/NAME`.
 

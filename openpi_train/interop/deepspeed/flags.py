@@ -40,11 +40,24 @@ _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedFlags:
-    """A translated file: flags, a line per key, and by flag the values still to give."""
+    """A translated file."""
 
-    flags: tuple[Flag, ...]
-    lines: tuple[str, ...]
-    missing: Mapping[str, str]
+    file: ConfigFile
+
+    @property
+    def flags(self) -> tuple[Flag, ...]:
+        """The flags."""
+        return tuple(words(name, value) for name, value in self.file.flags.items())
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """A line per key."""
+        return self.file.lines()
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """The values that are still to give, by flag, with the reason."""
+        return self.file.missing
 
     def report(self) -> str:
         """A report of every key and its result, missing values, and all flags in one line."""
@@ -119,8 +132,8 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Deep
     _optimizer(file)
     _schedule(file)
     _others(file)
-    lines = file.lines()
-    return DeepSpeedFlags(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
+    file.lines()  # refuses unknown keys
+    return DeepSpeedFlags(file)
 
 
 def _tensor_devices(file: ConfigFile) -> int:
