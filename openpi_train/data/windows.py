@@ -30,7 +30,10 @@ class WindowShape:
     beginning and up to `pad_after` beyond its end, so an episode of n steps has max(0, n - horizon + 1 + pad_before +
     pad_after) windows. By default every step of an episode is the present step of one window.
 
-    Raises ValueError if the present step could lie outside the episode.
+    `execute` is how many actions from the present step on are executed before the next chunk is asked for; None: half
+    of them, as in openpi's examples (5 of 10 in LIBERO, 25 of 50 on ALOHA).
+
+    Raises ValueError if the present step could lie outside the episode, or more is executed than there is.
     """
 
     horizon: int
@@ -38,6 +41,7 @@ class WindowShape:
     first_action: int = 0
     pad_before: int | None = None
     pad_after: int | None = None
+    execute: int | None = None
 
     def __post_init__(self):
         if self.horizon < 1 or self.history < 1:
@@ -52,6 +56,10 @@ class WindowShape:
                 object.__setattr__(self, name, most)
             elif not 0 <= given <= most:
                 raise ValueError(f"{name} {given} must be in 0..{most}, so that the present step is inside the episode")
+        if self.execute is not None and not 1 <= self.execute <= self.num_ahead:
+            raise ValueError(
+                f"execute {self.execute} must be in 1..{self.num_ahead}, the actions that a chunk has ahead"
+            )
 
     @property
     def num_ahead(self) -> int:
@@ -60,8 +68,8 @@ class WindowShape:
 
     @property
     def num_executed(self) -> int:
-        """Default number of actions of a chunk that are executed before the next one: half of `num_ahead`."""
-        return max(1, self.num_ahead // 2)
+        """`execute` with its default filled in: what every closed loop executes that is not told another number."""
+        return max(1, self.num_ahead // 2) if self.execute is None else self.execute
 
     def places(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first present step in episodes of these lengths, and the step after the last one."""

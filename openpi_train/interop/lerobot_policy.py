@@ -143,6 +143,9 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         _check(config, model, where)
         params, stats = read_params(folder, model, PREFIX), read_stats(folder)
         trained_with = _trained_with(norm_map_of(folder, config))
+    executed, own = config.get("n_action_steps"), model.window.num_executed
+    if executed not in (None, own):
+        logger.info("%s executes %d actions of a chunk, here %d: --execute %d", where, executed, own, executed)
     return Stored(
         where=where,
         format="lerobot",

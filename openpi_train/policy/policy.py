@@ -114,6 +114,7 @@ class Policy:
             "control_hz": robot.control_hz,
             "action_horizon": window.horizon + window.first_action,
             "history": window.history,
+            "num_executed": window.num_executed,
             "experiment": self.experiment,
             "checkpoint": self.checkpoint,
         }

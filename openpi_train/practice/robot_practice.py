@@ -36,7 +36,7 @@ class RobotPractice(Practice):
     tasks: tuple[str, ...] | None = None
     # Initial states of each task; None: new ones for ever.
     states_per_task: int | None = at_least(1, None)
-    # Number of actions of each chunk that are executed before the next query; None: half of the chunk.
+    # Number of actions of each chunk that are executed before the next query; None: the model's own number.
     execute: int | None = at_least(1, None)
     # Control steps after which an episode counts as failed; None: the environment's own limit.
     max_steps: int | None = at_least(1, None)

@@ -220,7 +220,7 @@ class EvaluateRequest(Request):
     episodes: int | None = at_least(0, None)
     # Recorded episodes; 0: no open loop.
     held_out: int = at_least(0, 20)
-    # Actions of a chunk that are executed; None: the run's own number, or half of them.
+    # Actions of a chunk that are executed; None: the run's own number, or the model's.
     execute: int | None = at_least(1, None)
     # Temporal ensembling with weights exp(-M i), such as 0.01.
     ensemble: Annotated[float | None, arg(metavar="M")] = None
