@@ -12,6 +12,7 @@ from openpi_train.runtime.exits import DataError, reported_as
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.metrics import require_writers
 from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins, check_run, devices_at_first
 from openpi_train.training.start_check import check_start_weights
 
@@ -46,6 +47,9 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
         check_start_weights(experiment)
     with reported_as(DataError):
         notes = experiment.data.examine(experiment.model)
+    if experiment.num_epochs is None:  # else the length in steps is known when the data are open
+        for line in unfit_for_length(experiment):
+            print(f"warning: {line}")
     print("fits")
     for note in notes:
         print(f"not checked: {note}")

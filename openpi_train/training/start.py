@@ -40,6 +40,7 @@ from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
+from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.start_check import check_start_weights
@@ -88,6 +89,9 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
+    if jax.process_index() == 0:
+        for line in unfit_for_length(experiment):
+            logger.warning("%s", line)
     status.tell(opened=True)
     checkpoints = Checkpoints(
         directory,
