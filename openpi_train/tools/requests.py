@@ -226,6 +226,8 @@ class EvaluateRequest(Request):
     ensemble: Annotated[float | None, arg(metavar="M")] = None
     # Real-time chunking: control steps until a chunk is ready.
     real_time_delay: int | None = at_least(0, None)
+    # Its largest guidance towards the chunk before; None: 5, as in the paper (LeRobot: 10).
+    real_time_guidance: float | None = None
     # Control steps before an episode has failed.
     max_steps: int | None = at_least(1, None)
     # Number of episodes with videos.

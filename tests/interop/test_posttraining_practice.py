@@ -84,6 +84,8 @@ def test_absent_keys_leave_what_the_experiment_has():
         ("grpo", {"epsilon": 0.1, "epsilon_high": 0.28}, "--objective.clip-low 0.1 --objective.clip-high 0.28"),
         ("grpo", {"epsilon_high": 0.28}, "--objective.clip-high 0.28"),
         ("grpo", {"delta": 2.0}, "--objective.clip-most 2.0"),
+        ("grpo", {"clip_ratio_c": 3.0}, "--objective.clip-most 3.0"),
+        ("ppo", {"clip_ratio_c": 3.0}, "--objective.clip-most 3.0"),
         *(
             ("ppo", {name: 0.5}, "--objective.value-weight 0.5")
             for name in ("vf_coef", "value_loss_coef", "value_coef", "vf_coeff")
