@@ -67,6 +67,7 @@ def _words(given: argparse.Namespace, has_gpus: bool) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=_PROGRAM,
         description="Let a robot policy learn from its own episodes by a YAML config, on several GPUs or hosts.",
         epilog="What follows -- are flags of the experiment, which take precedence over the config.",

@@ -6,7 +6,7 @@ Read next: `this_host.py`.
 import argparse
 import shlex
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from openpi_train.launch import forms
 from openpi_train.launch.spec import DEFAULT_PORT
@@ -19,7 +19,10 @@ _OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun"
 
 
 class DoorParser(argparse.ArgumentParser):
-    """Names the page with the launch lines of other tools where an option is none of ours."""
+    """Names the page with the launch lines of other tools where an option is none of ours; takes no abbreviations."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{message}\nthe launch lines of other tools, and what they are here: {PAGE}")

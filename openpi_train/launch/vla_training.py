@@ -35,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=_PROGRAM,
         description="Train a PaliGemma policy by a YAML config, on the GPUs of this host.",
         epilog="Other options, such as --batch_size, --epochs and --keep_effective_batch_size, go to "
         "`python -m openpi_train vla`, whose --help explains them.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_path", "--config-path", "--config", default="configs/vla_config.yaml")
     parser.add_argument(

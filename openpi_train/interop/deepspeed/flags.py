@@ -7,6 +7,7 @@ DeepSpeed's defaults.
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 from openpi_train.interop.config_file import ConfigFile, Flag, words
 from openpi_train.interop.deepspeed.unmapped import UNMAPPED
 from openpi_train.runtime.exits import UsageError
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
 _TOTAL, _ROWS, _ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -86,6 +89,14 @@ def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpee
         return translate(config, num_devices)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def before_given(file: str, given: Sequence[str]) -> list[str]:
+    """The flags of a DeepSpeed config, which are logged, followed by the `given` ones."""
+    translation = translate_file(file)
+    words = translation.before(given)
+    logger.info("%s, key by key:\n%s", file, translation.report())
+    return words
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
