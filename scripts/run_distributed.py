@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """The older tools' way to start a run; a thin door to `python -m openpi_train launch`.
 
     python scripts/run_distributed.py --mode manual --world-size 4 -- pi0_bridge_traj --exp-name x
@@ -19,8 +19,9 @@ import os
 import sys
 from pathlib import Path
 
-# Also from a checkout that is not installed, like `python -m` from its root.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.ready()
 
 from openpi_train.launch import forms, posttraining
 from openpi_train.launch.slurm import RANK_VARIABLES, resumed

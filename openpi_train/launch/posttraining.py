@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from openpi_train.launch import forms
+from openpi_train.launch import forms, guide_files
 from openpi_train.launch.spec import DEFAULT_PORT
 from openpi_train.launch.this_host import this_host
 
@@ -39,10 +39,12 @@ def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:
     Raises LaunchError if an option is missing.
     """
     given = _parser().parse_args(list(options))
-    words = ["posttrain", "--config", given.config, "--mode", "train"]
+    started = _started(given)
+    config = given.config if given.dry_run else guide_files.required(given.config)
+    words = ["posttrain", "--config", config, "--mode", "train"]
     for name in ("algorithm", *_REPLACING):
         words += [f"--{name}", value] if (value := getattr(given, name)) is not None else []
-    return forms.main([*_started(given), "--", *words, *shlex.split(given.extra_args), *arguments])
+    return forms.main([*started, "--", *words, *shlex.split(given.extra_args), *arguments])
 
 
 def _started(given: argparse.Namespace) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from openpi_train.interop.config_file import ConfigFile, Flag, words
 from openpi_train.interop.deepspeed.unmapped import UNMAPPED
+from openpi_train.launch import guide_files
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class DeepSpeedFlags:
 def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpeedFlags:
     """Translate a DeepSpeed config file to flags. Raises UsageError if it is invalid or contradicts itself."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(guide_files.found(path)).read_text(encoding="utf-8")
         config = json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
     except OSError as error:
         raise UsageError(f"the DeepSpeed config {path} cannot be read: {error.strerror}") from error
