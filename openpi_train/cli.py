@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from openpi_train.launch import ahead_of_start
 from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
@@ -46,6 +47,8 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
+        if ahead_of_start.devices() is not None and verb not in _TRAINING:
+            return 0  # nothing is known of it ahead
         return _reported(lambda: VERBS[verb](rest), argv)
     if any(word.partition("=")[0] in _HYDRAS_OPTION for word in argv):
         return _reported(lambda: train_by_hydra(argv), argv)
@@ -108,6 +111,8 @@ def _run(experiment: "Experiment", process: "TrainFlags") -> int:
     """Train, or with `--dry-run` say what it needs."""
     from openpi_train.training import rehearsal, start
 
+    if (num_devices := ahead_of_start.devices()) is not None:
+        return rehearsal.check_ahead(experiment, num_devices)
     if process.dry_run:
         return rehearsal.dry_run(experiment, process, process.devices_per_process)
     run_guarded(lambda: start.main(experiment, process, process.devices_per_process))
@@ -130,6 +135,8 @@ def posttrain(argv: Sequence[str]) -> int:
     if request.mode == "train":
         return _run(experiment_of(request), process)
     algorithms = tool.algorithms_of(request)
+    if ahead_of_start.devices() is not None:
+        return 0
     tool.prepare_data([experiment_of(dataclasses.replace(request, algorithm=one)) for one in algorithms])
     return 0
 
@@ -160,7 +167,7 @@ def _train_by_yaml(verb: str, request_kind: Any, argv: Sequence[str]) -> int:
 
 
 def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
-    """The experiment with the flags of `argv` applied. Exits with code 2 on an unknown flag, naming the closest ones."""
+    """The experiment with the flags of `argv` applied. Exits with code 2 on an unknown flag, naming the closest."""
     from openpi_train.choice import on_mixture, with_rewards
     from openpi_train.command_line import ManyFields, parse_fields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
@@ -212,8 +219,10 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
     # Of a run that goes on, what it has recorded of its dataset and its model is not read again.
     default, goes_on = before(recorded), recorded is not loaded
     if many.deepspeed is not None:
+        from openpi_train.interop.deepspeed.flags import before_given
+
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
-        many, argv = parse_known(ManyFields, _from_deepspeed(many.deepspeed, given), name, add_help=False)
+        many, argv = parse_known(ManyFields, before_given(many.deepspeed, given), name, add_help=False)
     if many.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
     if source is not None and not (goes_on and choice.is_on(default, source)):
@@ -252,16 +261,6 @@ def _in_environment(experiment: "Experiment", name: str) -> "Experiment":
 
 def _wants_help(argv: Sequence[str]) -> bool:
     return not {"-h", "--help"}.isdisjoint(argv)
-
-
-def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
-    """The flags of a DeepSpeed config, which are logged, followed by the given flags."""
-    from openpi_train.interop.deepspeed.flags import translate_file
-
-    translation = translate_file(file)
-    words = translation.before(given)
-    logger.info("%s, key by key:\n%s", file, translation.report())
-    return words
 
 
 def list_experiments(argv: Sequence[str]) -> int:
@@ -490,6 +489,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+_TRAINING = ("resume", "posttrain", "ript", "vla")
 # `launch`: the processes of a run may be on other machines.
 _WITHOUT_JAX = ("list", "launch", "runs")
 

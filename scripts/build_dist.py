@@ -39,7 +39,7 @@ class Failed(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, check and try the distributions of HEAD. Returns 0, or 1 with a message."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for both files (%(default)s)")
     parser.add_argument("--no-trial", action="store_true", help="install nothing: needs no network")
     flags = parser.parse_args(arguments)

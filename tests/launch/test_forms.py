@@ -1,3 +1,4 @@
+import ast
 import os
 import re
 import shlex
@@ -287,3 +288,23 @@ def test_the_scripts_for_one_gpu_are_those_for_several_with_one(line, run, tmp_p
     assert done.stdout.rstrip().endswith("--resume --no-keep-effective-batch-size --batch-size 8")
     refused = script(f"scripts/{name}", *words[:3])
     assert refused.returncode == 2 and "arguments are needed, 3 given" in refused.stderr
+
+
+@pytest.mark.parametrize(("word", "meant"), [("--process", "--processes"), ("--prot", "--port")])
+def test_options_are_not_abbreviated(word, meant, capsys):
+    assert forms.main(["local", "--processes", "2", word, "4", *EXPERIMENT]) == 2
+    told = capsys.readouterr().err
+    assert f"no such option: {word} 4 (did you mean {meant}?)" in told
+
+
+def test_no_parser_takes_abbreviations():
+    files = [file for folder in ("openpi_train", "scripts", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    kinds = ("ArgumentParser", "add_parser")
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in kinds:
+                settings = {word.arg: word.value for word in node.keywords}
+                if not isinstance(value := settings.get("allow_abbrev"), ast.Constant) or value.value is not False:
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found
