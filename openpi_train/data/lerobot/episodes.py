@@ -5,6 +5,7 @@ Read next: `lerobot_video.py` (where frames are), `lerobot_index.py` (joins the 
 
 import dataclasses
 import hashlib
+import math
 import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ class Scanned:
     columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     spans: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     tasks: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    # Median difference of the timestamps of two steps; NaN for one step.
+    period_s: float = math.nan
 
 
 class ParquetScan:
@@ -94,9 +97,11 @@ class ParquetScan:
             if not name.startswith(_RELABELLED):
                 digest.update(f"{name} {columns[name].dtype} {columns[name].shape}".encode())
                 digest.update(columns[name].tobytes())
+        periods = np.diff(rows["timestamp"][mine])
         return Scanned(
-            episode, digest=digest.hexdigest()[:32], columns=columns, spans=spans, tasks=rows["task_index"][mine]
-        )
+            episode, digest=digest.hexdigest()[:32], columns=columns, spans=spans, tasks=rows["task_index"][mine],
+            period_s=float(np.median(periods)) if len(periods) else math.nan,
+        )  # fmt: skip
 
     def _frames(self, clip: Clip, times: np.ndarray, digest: Any) -> np.ndarray:
         """The packets of a clip's frames at these times (s), int64 [steps, 2]; adds their bytes to the digest."""

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import tables
+from openpi_train.data.files import read_json
 from openpi_train.data.lerobot import lerobot_video
+from openpi_train.data.lerobot.contradictions import other_rates, without_deep_cameras
 from openpi_train.data.lerobot.episodes import ParquetScan, Scanned
-from openpi_train.data.lerobot.lerobot_layout import LeRobotLayout, read_layout
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, LeRobotLayout, read_layout
 from openpi_train.data.lerobot.lerobot_source import LeRobotSource
 from openpi_train.data.progress import Progress
 from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed, stat_files
@@ -82,6 +84,8 @@ class LeRobotIndex(Sidecar):
         ]
         good = sorted((entry for entry in scanned if not entry.problem), key=lambda entry: entry.episode.number)
         self.require_episodes(len(good), dropped)
+        layout, findings = without_deep_cameras(layout, good, videos, directory / "pictures", number)
+        findings += other_rates(read_json(self.root / INFO_FILE).get("fps"), good)
         _write_tables(directory, layout, good, videos, number)
         encodings = list(dict.fromkeys(entry.encoding for entry in videos.values() if entry.encoding))
         pictures = {path.stem: path.stat() for path in directory.glob("pictures/*.bin")}
@@ -95,6 +99,7 @@ class LeRobotIndex(Sidecar):
             "pictures": {name: [found.st_size, found.st_mtime_ns] for name, found in pictures.items()},
             "dropped": dropped,
             "skipped": dict(layout.skipped),
+            "findings": [finding.as_json() for finding in findings],
         }
 
     def source(self, index: tables.Tables) -> Source:

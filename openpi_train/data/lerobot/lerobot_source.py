@@ -63,7 +63,7 @@ class LeRobotSource(StoredSource):
         return About(
             control_hz=info.get("fps"),
             dim_names={column: dims for column, dims in names.items() if dims},
-            left_out={column_name(name): why for name, why in layout.skipped.items()},
+            left_out={column_name(name): why for name, why in self.stored.manifest["skipped"].items()},
             robot_type=info.get("robot_type"),
         )
 

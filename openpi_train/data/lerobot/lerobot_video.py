@@ -38,6 +38,7 @@ class Video:
         packets: int64 [packets, 3] in decoding order: byte offset, size, presentation time in the stream's units.
         times: float64 [frames], seconds, ascending.
         frames: int64 [frames, 2]: the packet to begin decoding with, and the frame's own.
+        pixels: FFmpeg's name of the pixel format, such as "yuv420p".
     """
 
     encoding: Encoding | None
@@ -45,6 +46,7 @@ class Video:
     times: np.ndarray
     frames: np.ndarray
     problem: str = ""
+    pixels: str = ""
 
     def find(self, times: np.ndarray, tolerance_s: float) -> np.ndarray:
         """The frame nearest to each time (s), int64 [n]; -1 if none is within `tolerance_s`."""
@@ -67,6 +69,7 @@ def scan(path: Path) -> Video:
                 raise ValueError("it holds no video")
             stream = container.streams.video[0]
             context, time_base = stream.codec_context, float(stream.time_base)
+            pixels = context.pix_fmt or ""
             encoding = Encoding(
                 context.name, (context.extradata or b"").hex(), int(context.colorspace), int(context.color_range)
             )
@@ -85,7 +88,7 @@ def scan(path: Path) -> Video:
     shown = np.flatnonzero(table[:, 4] == 0)
     shown = shown[np.argsort(table[shown, 2], kind="stable")]
     times = table[shown, 2] * time_base
-    return Video(encoding, table[:, :3], times, np.stack([starts[shown], shown], axis=1))
+    return Video(encoding, table[:, :3], times, np.stack([starts[shown], shown], axis=1), pixels=pixels)
 
 
 def _check_raw(path: Path, packet: Any) -> None:
