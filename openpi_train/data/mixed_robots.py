@@ -20,12 +20,29 @@ def differences(robots: Sequence[tuple[str, Robot]], allowed: Sequence[Differenc
     for number, (name, robot) in enumerate(robots[1:], start=1):
         first_name, first = robots[0]
         names = f"--data.datasets.{number} ({name})", f"dataset 0 ({first_name})"
-        if "actions" not in allowed and first.action_names != robot.action_names:
+        if "actions" not in allowed:
             yield from _of_dims(*names, number, "action", first.action_names, robot)
-        if "state" not in allowed and first.state_names != robot.state_names:
+            yield from _of_reference(*names, first, robot)
+        if "state" not in allowed:
             yield from _of_dims(*names, number, "state", first.state_names, robot)
         if "rate" not in allowed:
             yield from of_rates(*names, first.control_hz, robot.control_hz)
+
+
+def _of_reference(name: str, other: str, first: Robot, robot: Robot) -> Iterator[str]:
+    """A sentence if a dim of the same name is relative to the state in one dataset, and absolute in the other."""
+    try:
+        pair = [one.delta_mask or (False,) * len(one.action_names) for one in (first, robot)]
+    except ValueError:
+        return  # said of the robot itself
+    dims = zip(first.action_names, robot.action_names, *pair, strict=False)
+    unequal = [dim for dim, same, one, two in dims if dim == same and one != two]
+    if unequal:
+        yield (
+            f"action dims {', '.join(unequal)} of {name} and of {other} are relative to the state in one, and absolute "
+            "in the other: the model would learn both as one. Make both alike by the robots' fields, or allow it by "
+            "--data.may-differ actions"
+        )
 
 
 def of_rates(name: str, other: str, first_hz: float, rate_hz: float) -> Iterator[str]:

@@ -107,7 +107,7 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     model: RowModel = request.model
     config.check_dims(model)
     length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])
-    _report_blank(config, windows, reads_text=length is not None)
+    _report_blank(config, windows, reads_text=model.reads_text)
     data = open_data(
         config,
         shape=model.window,

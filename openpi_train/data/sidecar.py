@@ -27,6 +27,7 @@ import numpy as np
 
 from openpi_train.data import findings, places, tables
 from openpi_train.data.check import kinds
+from openpi_train.data.image import says_depth
 from openpi_train.data.instructions import unlabeled
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.runtime import locks
@@ -158,9 +159,8 @@ class Sidecar(abc.ABC):
         manifest = {"format": FORMAT, "dataset": self.dataset, **self.write(draft)}
         prompts = json.loads((draft / tables.PROMPTS).read_text(encoding="utf-8"))
         ends = np.load(draft / "episode_ends.npy")
-        lacking = unlabeled(prompts, np.load(draft / "prompt_index.npy"), ends)
-        if lacking is not None:
-            manifest["findings"] = [*manifest.get("findings", ()), lacking.as_json()]
+        told = _findings(prompts, np.load(draft / "prompt_index.npy"), ends, manifest["cameras"])
+        manifest["findings"] = [*manifest.get("findings", ()), *(finding.as_json() for finding in told)]
         manifest |= {
             "num_episodes": len(ends),
             "num_steps": int(ends[-1]),
@@ -215,6 +215,26 @@ class IndexedConfig(SourceConfig):
 
     def skipping_bad_records(self) -> "IndexedConfig":
         return dataclasses.replace(self, on_bad_record="skip")
+
+
+def _findings(
+    prompts: Sequence[str], prompt_index: np.ndarray, episode_ends: np.ndarray, cameras: Iterable[str]
+) -> list[findings.Finding]:
+    """What is suspicious in a dataset of any format."""
+    lacking = unlabeled(prompts, prompt_index, episode_ends)
+    found = [] if lacking is None else [lacking]
+    if depth := [name for name in cameras if says_depth(name)]:
+        found.append(
+            findings.Finding(
+                kind="named depth",
+                count=len(depth),
+                unit="cameras",
+                where=", ".join(depth),
+                training="they are pictures of colours where a robot names them, and no slot is theirs otherwise",
+                remedy="If they are depth, give the robot's cameras without them",
+            )
+        )
+    return found
 
 
 def digest(text: str) -> str:

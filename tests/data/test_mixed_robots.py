@@ -60,6 +60,22 @@ def test_another_rate_is_told_and_each_difference_can_be_allowed():
     assert len(said(Bridge(), Numbered(rate_hz=5.0), allowed=("actions", "rate"))) == 1
 
 
+def test_relative_and_absolute_actions_of_one_name_are_told():
+    relative = dataclasses.replace(arm("j0", "gripper"), relative=True)
+    (problem,) = said(arm("j0", "gripper"), relative)
+    assert problem.startswith("action dims j0 of --data.datasets.1 (d1) and of dataset 0 (d0) are relative")
+    assert not said(relative, relative) and not said(relative, arm("j0", "gripper"), allowed=("actions",))
+
+
+def test_a_run_names_its_relative_dims(open_small, caplog):
+    caplog.set_level(logging.INFO)
+    names = (*(f"j{number}" for number in range(6)), "jaw")
+    robot = dataclasses.replace(arm(*names), relative=True, grippers=("jaw",), cameras=Bridge().cameras)
+    open_small(DataConfig(datasets=(Dataset(source=FakeData(image_height=12, image_width=16), robot=robot),)))
+    said_so = "actions relative to the state at the chunk's start: j0, j1, j2, j3, j4, j5; as they are: jaw"
+    assert f"data: FakeData: {said_so}" in caplog.text
+
+
 def test_a_config_is_refused_before_anything_is_opened():
     datasets = [Dataset(source=FakeData(), robot=robot) for robot in (arm("a", "b"), arm("b", "a", rate_hz=50.0))]
     problems = DataConfig(datasets=tuple(datasets)).check()

@@ -6,6 +6,7 @@ the files).
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class Scanned:
     tasks: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     texts: Sequence[str | None] = ()
     styles: Collection[str] = ()
+    # Median difference of the timestamps of two steps; NaN for one step.
+    period_s: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +165,7 @@ class ParquetScan:
             tasks=tasks,
             texts=texts,
             styles=styles,
+            period_s=float(np.median(np.diff(times))) if len(times) > 1 else math.nan,
         )
 
     def _texts(self, rows: _Rows, mine: np.ndarray, times: np.ndarray) -> tuple[Sequence[str | None], set[str]]:

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import tables
+from openpi_train.data.files import read_json
 from openpi_train.data.findings import Finding
 from openpi_train.data.lerobot import language_rows, lerobot_video
+from openpi_train.data.lerobot.contradictions import other_rates, without_deep_cameras
 from openpi_train.data.lerobot.episodes import ParquetScan, Scanned
-from openpi_train.data.lerobot.lerobot_layout import LeRobotLayout, read_layout
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, LeRobotLayout, read_layout
 from openpi_train.data.lerobot.lerobot_metadata import UNKNOWN, Episode, episode_files
 from openpi_train.data.lerobot.lerobot_source import LeRobotSource
 from openpi_train.data.progress import Progress
@@ -111,6 +113,9 @@ class LeRobotIndex(Sidecar):
         self.require_episodes(len(good), dropped)
         if self.config.prompt_from != "task":
             findings += self._without_text(good)
+        layout, deep = without_deep_cameras(layout, good, videos, directory / "pictures", number)
+        findings += deep
+        findings += other_rates(read_json(self.root / INFO_FILE).get("fps"), good)
         _write_tables(directory, layout, good, videos, number)
         encodings = list(dict.fromkeys(entry.encoding for entry in videos.values() if entry.encoding))
         pictures = {path.stem: path.stat() for path in directory.glob("pictures/*.bin")}

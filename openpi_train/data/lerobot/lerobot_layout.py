@@ -20,6 +20,7 @@ import numpy as np
 
 from openpi_train.data import files
 from openpi_train.data.findings import Finding
+from openpi_train.data.lerobot.depth import depth_reason
 from openpi_train.data.lerobot.lerobot_metadata import (
     Clip,
     Episode,
@@ -157,9 +158,8 @@ def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict, list[
         if name in _NUMBERING:
             continue
         if dtype in ("video", "image"):
-            is_depth = (feature.get("info") or {}).get("video.is_depth_map", False)
-            if is_depth or len(shape) != 3:
-                skipped[name] = "a depth map" if is_depth else f"pictures of shape {list(shape)}"
+            if why := depth_reason(feature) or ("" if len(shape) == 3 else f"pictures of shape {list(shape)}"):
+                skipped[name] = why
             else:
                 channels_first = next(iter(feature.get("names") or [""])) in ("channels", "channel")
                 cameras[name] = ImageFeature(dtype == "video", shape[1:] if channels_first else shape[:2], shape)

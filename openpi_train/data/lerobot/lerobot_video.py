@@ -40,6 +40,7 @@ class Video:
         packets: int64 [packets, 3] in decoding order: byte offset, size, presentation time in the stream's units.
         times: float64 [frames], seconds, ascending.
         frames: int64 [frames, 2]: the packet to begin decoding with, and the frame's own.
+        pixels: FFmpeg's name of the pixel format, such as "yuv420p".
     """
 
     encoding: Encoding | None
@@ -48,6 +49,7 @@ class Video:
     frames: np.ndarray
     size: tuple[int, int] = (0, 0)
     problem: str = ""
+    pixels: str = ""
 
     def find(self, times: np.ndarray, tolerance_s: float) -> np.ndarray:
         """The frame nearest to each time (s), int64 [n]; -1 if none is within `tolerance_s`."""
@@ -72,6 +74,7 @@ def scan(path: Path) -> Video:
                 raise ValueError("it holds no video")
             stream = container.streams.video[0]
             context, time_base = stream.codec_context, float(stream.time_base)
+            pixels = context.pix_fmt or ""
             encoding = Encoding(
                 context.name, (context.extradata or b"").hex(), int(context.colorspace), int(context.color_range)
             )
@@ -91,7 +94,8 @@ def scan(path: Path) -> Video:
     shown = np.flatnonzero(table[:, 4] == 0)
     shown = shown[np.argsort(table[shown, 2], kind="stable")]
     times = table[shown, 2] * time_base
-    return Video(encoding, table[:, :3], times, np.stack([starts[shown], shown], axis=1), size)
+    found = np.stack([starts[shown], shown], axis=1)
+    return Video(encoding, table[:, :3], times, found, size, pixels=pixels)
 
 
 def unreadable(problem: str) -> Video:

@@ -27,6 +27,7 @@ import numpy as np
 
 from openpi_train.data import image, tables
 from openpi_train.data.damage import raise_if_system
+from openpi_train.data.findings import Finding
 from openpi_train.data.parquet.parquet_scan import ScannedFile, scan_file
 from openpi_train.data.parquet.parquet_source import ParquetSource
 from openpi_train.data.progress import Progress
@@ -123,6 +124,7 @@ class ParquetIndex(Sidecar):
             "pictures": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in pictures.items()},
             "dropped": dropped,
             "skipped": dict(like.skipped) if like else {},
+            "findings": [finding.as_json() for finding in _grey(directory, good, self.folder / sources[0][0])],
         }
 
     def source(self, index: tables.Tables) -> Source:
@@ -135,13 +137,27 @@ def _differing(one: ScannedFile, other: ScannedFile) -> Iterator[tuple[str, str]
         yield from ((name, why) for name, why in mine.skipped.items() if name not in others.skipped)
 
 
+def _grey(directory: Path, good: Mapping[int, ScannedFile], where: Path) -> list[Finding]:
+    """A finding for each camera with grey pictures."""
+    cameras = next(iter(good.values())).spans
+    return [
+        image.grey_camera(name, str(where)) for name in cameras
+        if image.is_grey(image.pixel_mode(_first(directory, good, name)))
+    ]  # fmt: skip
+
+
 def _size(directory: Path, good: Mapping[int, ScannedFile], camera: str) -> Sequence[int]:
     """Height and width of a camera's first picture. Raises ValueError if it is none."""
+    return image.image_size(_first(directory, good, camera))
+
+
+def _first(directory: Path, good: Mapping[int, ScannedFile], camera: str) -> bytes:
+    """A camera's first picture."""
     number, entry = next(iter(good.items()))
     offset, length = entry.spans[camera][0].tolist()
     with (directory / "pictures" / f"{number}.bin").open("rb") as file:
         file.seek(offset)
-        return image.image_size(file.read(length))
+        return file.read(length)
 
 
 def _write_tables(directory: Path, good: Mapping[int, ScannedFile]) -> None:

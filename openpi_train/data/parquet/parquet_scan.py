@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data import image
 from openpi_train.data.lerobot.episodes import copy_pictures
 from openpi_train.data.lerobot.lerobot_metadata import require
 from openpi_train.data.lerobot.parquet_numbers import amount, numbers
@@ -59,7 +60,9 @@ def scan_file(file: Path, pictures: Path) -> ScannedFile:
         num_rows = table.num_rows
         if not num_rows:
             raise ValueError("it has no rows")
-        cameras = [name for name in binary if _is_whole(parquet, name, skipped)]
+        cameras = [
+            name for name in binary if _is_whole(parquet, name, skipped) and not _is_deep(parquet, name, skipped)
+        ]
         copied, _ = copy_pictures(parquet, cameras, pictures) if cameras else ({}, {})
     for name in (name for name in table.column_names if name not in (FIRST, PROMPT)):
         try:
@@ -94,6 +97,18 @@ def _is_whole(parquet: Any, name: str, skipped: dict[str, str]) -> bool:
     if missing:
         skipped[name] = f"{missing} pictures are missing"
     return not missing
+
+
+def _is_deep(parquet: Any, name: str, skipped: dict[str, str]) -> bool:
+    """Whether the first picture is one of depth; then the reason is recorded."""
+    first = next(parquet.iter_batches(columns=[name], batch_size=1)).column(0)[0].as_py()
+    try:
+        mode = image.pixel_mode(first)
+    except ValueError:
+        return False  # said where its size is read
+    if image.is_deep(mode):
+        skipped[name] = f"a depth map by its pixels, {mode}"
+    return image.is_deep(mode)
 
 
 def _numeric(column: Any, pa: Any) -> np.ndarray:

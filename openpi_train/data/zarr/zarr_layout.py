@@ -13,6 +13,8 @@ from openpi_train.data.zarr.store import EPISODE_ENDS, BadChunk, Store, is_zarr
 
 # Added by `merge.py`: the index of each row's task in the root's attributes.
 TASK_ID, TASKS = "task_id", "tasks"
+# Largest distance of a pixel from a whole number in 0..255.
+_ROUNDING = 1e-3
 # The attribute that holds `About.as_json`.
 ABOUT = "about"
 
@@ -124,14 +126,14 @@ def _sort_arrays(
 def pictures(name: str, values: np.ndarray, camera: PictureArray) -> np.ndarray:
     """Stored pictures as uint8 [n, height, width, 3]. Raises ValueError for values that are not pixels."""
     if values.dtype != np.uint8:
-        # Push-T's pictures are whole numbers in float32.
-        pixels = values.astype(np.uint8)
-        if not np.array_equal(pixels, values):
+        # Push-T's pictures are whole numbers in float32; resizing leaves numbers that are so but for rounding.
+        pixels = np.rint(values).clip(0, 255)
+        if not (np.abs(pixels - values) <= _ROUNDING).all():
             low, high = np.nanmin(values), np.nanmax(values)
             raise ValueError(
                 f"{name} holds numbers from {low:g} to {high:g} that are not all pixels, whole numbers in 0..255"
             )
-        values = pixels
+        values = pixels.astype(np.uint8)
     return np.moveaxis(values, 1, -1) if camera.channels_first else values
 
 

@@ -82,6 +82,19 @@ def test_other_names_are_known_and_dims_without_names_are_numbered(changed):
     assert robot.action_dims == tuple(f"action_{number}" for number in range(7))
 
 
+def test_a_robot_of_one_dim_is_one(changed):
+    folder = changed(
+        observation__state={"observation.state": {"shape": [1], "names": ["lift_m"]}},
+        action={"action": {"shape": [1], "names": ["lift_m"]}},
+    )
+    robot = described(folder, relative=True)
+    assert robot.state_dims == robot.action_dims == ("lift_m",) and robot.delta_mask == (True,)
+    columns = {"observation/state": np.arange(3.0), "action": np.arange(3.0) + 1}
+    steps = robot.read(columns, np.array([3]))
+    assert steps.state.tolist() == [[0], [1], [2]] and steps.actions.tolist() == [[1], [2], [3]]
+    np.testing.assert_array_equal(robot.to_model(steps.state, steps.actions[:, None])[1], np.ones((3, 1, 1)))
+
+
 def test_a_dataset_without_a_state_is_refused_with_what_it_has(changed):
     folder = changed(observation__state={"joints": {}})
     with pytest.raises(ValueError, match=r"no feature observation.state or state .* it has action \[7\], joints \[7\]"):

@@ -249,6 +249,18 @@ def test_what_is_no_replay_buffer_or_does_not_fit_together_is_refused(tmp_path):
     refused(write(tmp_path / "b.zarr", between), "img holds numbers from 0 to 1 that are not all pixels", BadRecord)
 
 
+def test_pixels_that_are_whole_but_for_rounding_are_read(tmp_path):
+    stored = push_t()["img"].astype(np.float32)
+    noise = np.random.default_rng(0).uniform(-9e-4, 9e-4, stored.shape).astype(np.float32)
+    arrays = push_t() | {"img": stored + noise}
+    source = Zarr(path=str(write(tmp_path / "a.zarr", arrays)), cache_dir=str(tmp_path / "cache")).open()
+    steps = np.arange(source.num_steps)
+    np.testing.assert_array_equal(source.frames(steps, "img"), stored[steps].astype(np.uint8))
+    beyond = push_t() | {"img": np.where(np.arange(len(stored))[:, None, None, None] == 3, 255.4, stored)}
+    with pytest.raises(BadRecord, match=r"rows 0\.\.\d+: img holds numbers from .* to 255.4 that are not all pixels"):
+        Zarr(path=str(write(tmp_path / "b.zarr", beyond)), cache_dir=str(tmp_path / "cache")).open()
+
+
 def test_arrays_that_are_neither_camera_nor_column_are_left_out_with_the_reason(tmp_path, caplog):
     arrays = arms() | {"text_feat": np.zeros((ROWS, 512), np.float32), "goal": np.zeros((len(LENGTHS), 4), np.float32)}
     with caplog.at_level(logging.INFO):
