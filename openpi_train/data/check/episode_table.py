@@ -1,7 +1,8 @@
 """Measures of every episode, made in one pass over the columns, in blocks of whole episodes.
 
 A finished block is kept as a file, so that an interrupted pass goes on with the next one. Memory holds one block and a
-row of measures per episode. Read next: `near_copies.py` (digests of episodes), `kinds.py` (what is judged by them).
+row of measures per episode. Read next: `near_copies.py` (digests of episodes), `fault_kinds.py`
+(what is judged by them).
 """
 
 import dataclasses
@@ -82,7 +83,7 @@ def measured(
     """The measures of all episodes; those of blocks that an earlier pass has kept are not made again."""
     digests = RowDigests.of([column.values for column in numbers])
     for column in source.columns.values():
-        _forget(column)
+        forget(column)
     grippers = gripper_dims(robot)
     key = _key(source, numbers, robot)
     progress = Progress(f"check of {name}", source.num_steps, "steps")
@@ -97,7 +98,7 @@ def measured(
             if path is not None:
                 files.write_npz(path, parts[-1])
         for column in source.columns.values():
-            _forget(column)
+            forget(column)
         progress.add(len(source.steps_of(end - 1)) + source.steps_of(end - 1).start - source.steps_of(first).start)
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
     return EpisodeTable(digests, joined, tuple(dim for dim, _ in grippers))
@@ -139,7 +140,7 @@ def _key(source: Source, numbers: Sequence[NumberColumn], robot: Robot | None) -
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def _forget(column: np.ndarray) -> None:
+def forget(column: np.ndarray) -> None:
     """Let the system take back the pages of a mapped column that were read: they are not needed again soon."""
     mapped = getattr(column, "_mmap", None)
     if mapped is not None and hasattr(mapped, "madvise"):

@@ -1,6 +1,6 @@
 """A dataset under examination: its columns of states and actions, and a table with a row of measures per episode.
 
-Read next: `episode_table.py` (the measures), `kinds.py` (what is looked for in them).
+Read next: `episode_table.py` (the measures), `fault_kinds.py` (what is looked for in them).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _STATES = ("state", "joint", "qpos", "pose", "proprio", "gripper", "cartesian", 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Examined:
+class ExaminedData:
     """An opened dataset and what is known about it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Examined:
         return tuple(f"{name}[{number}]" for number in range(width))
 
 
-class _Asked(dict[str, np.ndarray]):
+class _SeenColumns(dict[str, np.ndarray]):
     """Columns that remember which of them were read."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]):
@@ -89,7 +89,7 @@ class _Asked(dict[str, np.ndarray]):
 def columns_read(robot: Robot, source: Source) -> set[str]:
     """The columns that a robot reads, seen while it reads the first episode. Raises ValueError as `Robot.read`."""
     end = int(source.episode_ends[0])
-    columns = _Asked({name: column[:end] for name, column in source.columns.items()})
+    columns = _SeenColumns({name: column[:end] for name, column in source.columns.items()})
     robot.read(columns, np.array([end]))
     return columns.asked
 

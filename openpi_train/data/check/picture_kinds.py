@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openpi_train.data import summary
-from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import BadRecord
 from openpi_train.data.summary import BLACK
@@ -32,7 +32,7 @@ class Picture:
     problem: str = ""
 
 
-def unreadable(data: Examined) -> Iterator[Finding]:
+def unreadable(data: ExaminedData) -> Iterator[Finding]:
     """Pictures that cannot be read or decoded."""
     for camera in data.cameras:
         seen = pictures(data, camera)
@@ -50,7 +50,7 @@ def unreadable(data: Examined) -> Iterator[Finding]:
             )
 
 
-def black(data: Examined) -> Iterator[Finding]:
+def black(data: ExaminedData) -> Iterator[Finding]:
     """Pictures that are black, or of one colour."""
     for camera in data.cameras:
         seen = [picture for picture in pictures(data, camera) if not picture.problem]
@@ -68,7 +68,7 @@ def black(data: Examined) -> Iterator[Finding]:
             )
 
 
-def frozen(data: Examined) -> Iterator[Finding]:
+def frozen(data: ExaminedData) -> Iterator[Finding]:
     """Pictures of one episode that are equal to the last pixel, though the robot moved between them."""
     for camera in data.cameras:
         seen = [one for one in pictures(data, camera) if not (one.problem or one.is_black or one.is_blank)]
@@ -89,7 +89,7 @@ def frozen(data: Examined) -> Iterator[Finding]:
             )
 
 
-def cameras_alike(data: Examined) -> Iterator[Finding]:
+def cameras_alike(data: ExaminedData) -> Iterator[Finding]:
     """Two cameras with the same pictures."""
     for one, other in itertools.combinations(data.cameras, 2):
         pairs = [
@@ -111,7 +111,7 @@ def cameras_alike(data: Examined) -> Iterator[Finding]:
             )
 
 
-def missing_cameras(data: Examined) -> Iterator[Finding]:
+def missing_cameras(data: ExaminedData) -> Iterator[Finding]:
     """Cameras that the robot reads and the dataset does not have."""
     if data.robot is None:
         return
@@ -129,7 +129,7 @@ def missing_cameras(data: Examined) -> Iterator[Finding]:
 
 
 @functools.lru_cache(maxsize=16)
-def pictures(data: Examined, camera: str) -> tuple[Picture, ...]:
+def pictures(data: ExaminedData, camera: str) -> tuple[Picture, ...]:
     """What is seen of `data.num_frames` pictures of a camera: 8 of each of some episodes, both evenly spread."""
     episodes = summary.some_episodes(data.source, max(1, data.num_frames // _PER_EPISODE))
     return tuple(
@@ -139,7 +139,7 @@ def pictures(data: Examined, camera: str) -> tuple[Picture, ...]:
     )
 
 
-def _seen(data: Examined, step: int, episode: int, camera: str) -> Picture:
+def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> Picture:
     try:
         frame = data.source.frames(np.array([step]), camera)[0]
     except BadRecord as error:
@@ -148,7 +148,7 @@ def _seen(data: Examined, step: int, episode: int, camera: str) -> Picture:
     return Picture(step, episode, hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < BLACK), bool(is_blank))
 
 
-def _moved(data: Examined, one: int, other: int) -> bool:
+def _moved(data: ExaminedData, one: int, other: int) -> bool:
     """Whether the state at two steps of an episode is another one; without a state it is taken to be."""
     columns = [column for column in data.numbers if column.role == "state"]
     for column in columns:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
 
-from openpi_train.data.check.examined import Examined, columns_read
-from openpi_train.data.check.kinds import examine
+from openpi_train.data.check.examined import ExaminedData, columns_read
+from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
 from openpi_train.data.source import BadRecord
@@ -128,7 +128,9 @@ TOGETHER = (not_finite, stuck, spike, near_copy, no_success, dropped, jump, back
 
 
 def found(source, robot=None, **options):
-    return {finding.kind: finding for finding in examine(Examined(name="made", source=source, robot=robot, **options))}
+    return {
+        finding.kind: finding for finding in examine(ExaminedData(name="made", source=source, robot=robot, **options))
+    }
 
 
 @pytest.mark.parametrize("fault", ALONE, ids=lambda fault: fault.__name__)

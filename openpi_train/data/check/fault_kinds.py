@@ -1,6 +1,7 @@
 """All kinds of faults that `data check` looks for in robots' demonstrations, in the order of the table.
 
-To add one, write a function from `Examined` to findings, put it into `KINDS`, and describe it in `docs/data_check.md`.
+To add one, write a function from `ExaminedData` to findings, put it into `KINDS`, and describe it in
+`docs/data_check.md`.
 Faults that are found while a dataset is read are told by its reader. Read next: `number_kinds.py`, `episode_kinds.py`,
 `picture_kinds.py`, `text_kinds.py` (those of texts).
 """
@@ -10,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from openpi_train.data.check import episode_kinds, number_kinds, picture_kinds, prompt_kinds
-from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import Source
 from openpi_train.robots.robot import Robot
@@ -28,7 +29,7 @@ class FaultKind:
         at_opening: Whether opening a dataset for the first time looks for it already: in columns alone.
     """
 
-    find: Callable[[Examined], Iterator[Finding]]
+    find: Callable[[ExaminedData], Iterator[Finding]]
     names: tuple[str, ...]
     at_opening: bool = False
 
@@ -61,7 +62,7 @@ KINDS = (
 )
 
 
-def examine(data: Examined) -> list[Finding]:
+def examine(data: ExaminedData) -> list[Finding]:
     """The findings of all kinds, after those of its reader.
 
     Kinds that the dataset's opening looked for are looked for again, in the columns that the robot reads.
@@ -79,7 +80,7 @@ def examine(data: Examined) -> list[Finding]:
 
 def at_opening(name: str, source: Source) -> list[Finding]:
     """The findings of the kinds that columns alone show, for the index of a dataset that is built."""
-    data = Examined(name=name, source=source)
+    data = ExaminedData(name=name, source=source)
     return [finding for kind in KINDS if kind.at_opening for finding in kind.find(data)]
 
 
