@@ -21,7 +21,7 @@ _MOVED = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class SeenPicture:
     """What was seen of one picture; `problem` says why it cannot be read, and the rest is then meaningless."""
 
     step: int
@@ -129,7 +129,7 @@ def missing_cameras(data: ExaminedData) -> Iterator[Finding]:
 
 
 @functools.lru_cache(maxsize=16)
-def pictures(data: ExaminedData, camera: str) -> tuple[Picture, ...]:
+def pictures(data: ExaminedData, camera: str) -> tuple[SeenPicture, ...]:
     """What is seen of `data.num_frames` pictures of a camera: 8 of each of some episodes, both evenly spread."""
     episodes = summary.some_episodes(data.source, max(1, data.num_frames // _PER_EPISODE))
     return tuple(
@@ -139,13 +139,15 @@ def pictures(data: ExaminedData, camera: str) -> tuple[Picture, ...]:
     )
 
 
-def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> Picture:
+def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> SeenPicture:
     try:
         frame = data.source.frames(np.array([step]), camera)[0]
     except BadRecord as error:
-        return Picture(step, episode, problem=str(error))
+        return SeenPicture(step, episode, problem=str(error))
     is_blank = np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0
-    return Picture(step, episode, hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < BLACK), bool(is_blank))
+    return SeenPicture(
+        step, episode, hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < BLACK), bool(is_blank)
+    )
 
 
 def _moved(data: ExaminedData, one: int, other: int) -> bool:
