@@ -12,8 +12,9 @@ from openpi_train.data import summary
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import BadRecord
-from openpi_train.data.summary import BLACK
 
+# A picture whose brightest pixel is below this counts as black: video codecs do not keep exact zeros.
+_BLACK = 16
 # Pictures of an episode that are looked at.
 _PER_EPISODE = 8
 # The robot has moved if a state dim changed by this share of its range.
@@ -144,10 +145,9 @@ def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> SeenPictu
         frame = data.source.frames(np.array([step]), camera)[0]
     except BadRecord as error:
         return SeenPicture(step, episode, problem=str(error))
-    is_blank = np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0
-    return SeenPicture(
-        step, episode, hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < BLACK), bool(is_blank)
-    )
+    digest, is_black = hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < _BLACK)
+    is_blank = bool(np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0)
+    return SeenPicture(step, episode, digest, is_black, is_blank)
 
 
 def _moved(data: ExaminedData, one: int, other: int) -> bool:
