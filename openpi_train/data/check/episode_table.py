@@ -41,12 +41,13 @@ Measures = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NumberColumn:
-    """A column of states or actions [steps, dims], with its role and the name of each dim."""
+    """A column of states or actions [steps, dims], with its role and the name of each dim, its own if `is_named`."""
 
     name: str
     role: str
     values: np.ndarray
     dims: tuple[str, ...]
+    is_named: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,6 +125,11 @@ def gripper_dims(robot: Robot | None) -> list[tuple[str, tuple[float, float]]]:
         for name in names
         if "gripper" in name and (unit := name.rpartition("_")[2]) in GRIPPER_RANGES
     ]
+
+
+def is_gripper(dims: Sequence[str]) -> np.ndarray:
+    """Whether each of these names is that of a gripper, bool [dims]."""
+    return np.array([any(part in dim.lower() for part in ("gripper", "finger", "jaw")) for dim in dims], bool)
 
 
 def flag_columns(source: Source) -> list[str]:

@@ -49,7 +49,10 @@ class ExaminedData:
             if role is None or values.dtype.kind not in "fiu" or name.startswith("next/"):
                 continue
             wide = values.reshape(len(values), -1)
-            found.append(NumberColumn(name, role, wide, self._dims(name, wide.shape[1], names.get(name, ()))))
+            own = names.get(name, ())
+            is_named = len(own) == wide.shape[1]
+            dims = [f"{name}: {dim}" for dim in own] if is_named else [f"{name}[{dim}]" for dim in range(wide.shape[1])]
+            found.append(NumberColumn(name, role, wide, tuple(dims), is_named))
         return tuple(found)
 
     @functools.cached_property
@@ -67,11 +70,6 @@ class ExaminedData:
     def first_step(self, episode: int) -> int:
         """The first control step of an episode."""
         return self.source.steps_of(episode).start
-
-    def _dims(self, name: str, width: int, names: Sequence[str]) -> tuple[str, ...]:
-        if len(names) == width:
-            return tuple(f"{name}: {dim}" for dim in names)
-        return tuple(f"{name}[{number}]" for number in range(width))
 
 
 class _SeenColumns(dict[str, np.ndarray]):

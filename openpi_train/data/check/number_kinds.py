@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims
+from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, ExaminedData
 from openpi_train.data.findings import Finding
 
@@ -49,7 +49,7 @@ def not_finite(data: ExaminedData) -> Iterator[Finding]:
 
 
 def constant(data: ExaminedData) -> Iterator[Finding]:
-    """Dims that have one value in the whole dataset; zeros count only where the action, or state, beside them moves."""
+    """Dims with one value in all steps; zeros count where the dataset names them, or what belongs to them moves."""
     if data.source.num_steps < FEWEST_STEPS:
         return
     ends = {
@@ -60,7 +60,7 @@ def constant(data: ExaminedData) -> Iterator[Finding]:
     for column in data.numbers:
         low, high = ends[column.name]
         # Zeros are padding where nothing belongs to them: an absent object, an arm that this robot lacks.
-        beside = np.zeros(len(low), bool)
+        beside = np.full(len(low), column.is_named)
         for other in data.numbers:
             if other.role != column.role and len(other.dims) == len(column.dims):
                 beside |= ends[other.name][0] < ends[other.name][1]
@@ -88,7 +88,7 @@ def stuck(data: ExaminedData) -> Iterator[Finding]:
         spread = _overall(data, "high", action.name) - _overall(data, "low", action.name)
         commanded = (high - low > _COMMANDED * spread) & (spread > 0)
         moves = _overall(data, "high", state.name) > _overall(data, "low", state.name)
-        still = (table[f"low/{state.name}"] == table[f"high/{state.name}"]) & moves & ~_is_gripper(state.dims)
+        still = (table[f"low/{state.name}"] == table[f"high/{state.name}"]) & moves & ~is_gripper(state.dims)
         which = still & commanded & (lengths >= FEWEST_EPISODE_STEPS)[:, None]
         for dim in np.flatnonzero(which.any(axis=0)).tolist():
             ends = (float(_overall(data, what, action.name)[dim]) for what in ("low", "high"))
@@ -121,7 +121,7 @@ def clipped(data: ExaminedData) -> Iterator[Finding]:
         at_low = np.where(table[f"low/{column.name}"] == low, table[f"at_low/{column.name}"], 0).sum(axis=0)
         at_high = np.where(table[f"high/{column.name}"] == high, table[f"at_high/{column.name}"], 0).sum(axis=0)
         least = max(_CLIPPED_STEPS, _CLIPPED_SHARE * data.source.num_steps)
-        suspects = np.flatnonzero(((at_low >= least) | (at_high >= least)) & ~_is_gripper(column.dims))
+        suspects = np.flatnonzero(((at_low >= least) | (at_high >= least)) & ~is_gripper(column.dims))
         for dim in suspects.tolist():
             if not _is_switch(column.values, dim, float(low[dim]), float(high[dim])):
                 end, steps = max(((low[dim], at_low[dim]), (high[dim], at_high[dim])), key=lambda pair: pair[1])
@@ -247,10 +247,6 @@ def _pairs(data: ExaminedData) -> Iterator[tuple]:
         for action in data.numbers:
             if (state.role, action.role) == ("state", "action") and len(state.dims) == len(action.dims):
                 yield state, action
-
-
-def _is_gripper(dims: tuple[str, ...]) -> np.ndarray:
-    return np.array([any(part in dim.lower() for part in ("gripper", "finger", "jaw")) for dim in dims], bool)
 
 
 def _is_switch(values: np.ndarray, dim: int, low: float, high: float) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openpi_train.data import summary
+from openpi_train.data.check.episode_table import is_gripper
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import BadRecord
@@ -17,7 +18,7 @@ from openpi_train.data.source import BadRecord
 _BLACK = 16
 # Pictures of an episode that are looked at.
 _PER_EPISODE = 8
-# The robot has moved if a state dim changed by this share of its range.
+# A state dim has moved if it changed by this share of its range.
 _MOVED = 0.05
 
 
@@ -151,11 +152,18 @@ def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> SeenPictu
 
 
 def _moved(data: ExaminedData, one: int, other: int) -> bool:
-    """Whether the state at two steps of an episode is another one; without a state it is taken to be."""
-    columns = [column for column in data.numbers if column.role == "state"]
-    for column in columns:
-        low, high = data.table[f"low/{column.name}"].min(axis=0), data.table[f"high/{column.name}"].max(axis=0)
+    """Whether the arm moved between two steps of an episode: two state dims, or its only one, besides grippers.
+
+    Without a state it is taken to have moved.
+    """
+    moved = total = 0
+    for column in data.numbers:
+        if column.role != "state":
+            continue
+        low = np.fmin.reduce(data.table[f"low/{column.name}"], axis=0).astype(np.float64)
+        high = np.fmax.reduce(data.table[f"high/{column.name}"], axis=0).astype(np.float64)
+        counts = ~is_gripper(column.dims) & (high > low)
         change = np.abs(np.asarray(column.values[other], np.float64) - column.values[one])
-        if (change > _MOVED * (high - low)).any():
-            return True
-    return not columns
+        moved += int(((change > _MOVED * (high - low)) & counts).sum())
+        total += int(counts.sum())
+    return moved >= min(2, total)

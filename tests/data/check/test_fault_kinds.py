@@ -11,7 +11,7 @@ from openpi_train.data.check.examined import ExaminedData, columns_read
 from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
-from openpi_train.data.source import BadRecord
+from openpi_train.data.source import About, BadRecord
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.robotwin import RoboTwin
 
@@ -208,7 +208,10 @@ def test_zeros_in_state_and_action_alike_are_padding():
     episodes = sound()
     for one in episodes:
         one.state[:, 2] = one.action[:, 2] = 0
-    assert not found(InMemory(episodes))
+    source = InMemory(episodes)
+    assert not found(source)
+    source.about = lambda: About(dim_names={STATE: ("x", "y", "z", "gripper")})
+    assert "observation/state: z = 0" in found(source)["constant dims"].what
 
 
 def test_next_states_are_no_fault_where_the_robots_data_have_them_by_convention():
@@ -284,6 +287,17 @@ def test_a_camera_that_was_recorded_twice_is_found():
     source.cameras = (CAMERA, "observation/images/wrist")
     finding = found(source)["cameras alike"]
     assert (finding.count, finding.total) == (128, 128) and "front and observation/images/wrist" in finding.what
+
+
+def test_a_hand_that_the_camera_does_not_see_freezes_no_picture():
+    episodes = sound()
+    one = episodes[11]
+    one.state[10:20, :-1] = one.state[10, :-1]
+    one.state[10:15, -1], one.state[15:20, -1] = 0, 1
+    one.frames[10:20] = one.frames[10]
+    source = InMemory(episodes)
+    source.about = lambda: About(dim_names={STATE: ("x", "y", "z", "gripper")})
+    assert not found(source)
 
 
 def test_still_robots_have_still_pictures():
