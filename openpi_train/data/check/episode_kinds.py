@@ -59,6 +59,21 @@ def nearly_copies(data: ExaminedData) -> Iterator[Finding]:
         )
 
 
+def of_one_step(data: ExaminedData) -> Iterator[Finding]:
+    """Episodes of a single step."""
+    short = np.flatnonzero(np.diff(data.source.episode_ends, prepend=0) == 1)
+    if len(short):
+        yield Finding(
+            kind="episodes of one step",
+            count=len(short),
+            total=data.source.num_episodes,
+            unit="episodes",
+            where=data.source.describe(data.first_step(int(short[0]))),
+            training="their chunks are one action and padding",
+            remedy="Look whether episodes were cut wrongly; leave these out",
+        )
+
+
 def flags(data: ExaminedData) -> Iterator[Finding]:
     """Flags of an episode's end that some episodes set, and others do not, or do not have."""
     for name, values in data.table.group("flag/").items():

@@ -243,13 +243,14 @@ class _Block:
         }
         for episode, (start, end) in enumerate(zip(self.starts.tolist(), self.ends.tolist(), strict=True)):
             steps = np.diff(times[start:end])
-            usual = float(np.median(steps)) if len(steps) else 0.0
+            finite = steps[np.isfinite(steps)]
+            usual = float(np.median(finite)) if len(finite) else 0.0
             long = steps > LONGEST_GAP * usual if usual > 0 else np.zeros(len(steps), bool)
             ratio = steps / usual if usual > 0 else steps
             whole = long & (ratio < 20) & (np.abs(ratio - np.round(ratio)) < 0.25)
             for name, at, which in (
                 ("gaps", "gap_at", whole),
-                ("jumps", "jump_at", long & ~whole),
+                ("jumps", "jump_at", (long & ~whole) | ~np.isfinite(steps)),
                 ("backwards", "backward_at", steps <= 0),
             ):
                 found[name][episode] = which.sum()

@@ -8,7 +8,9 @@ Faults that are found while a dataset is read are told by its reader. Read next:
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from openpi_train.data.check import episode_kinds, number_kinds, picture_kinds, prompt_kinds
 from openpi_train.data.check.examined import ExaminedData
@@ -49,6 +51,7 @@ KINDS = (
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),
+    FaultKind(episode_kinds.of_one_step, ("episodes of one step",), at_opening=True),
     FaultKind(episode_kinds.flags, ("flags in some episodes only",)),
     FaultKind(episode_kinds.dropped_frames, ("dropped frames",), at_opening=True),
     FaultKind(episode_kinds.time_jumps, ("time stamps that jump",), at_opening=True),
@@ -73,7 +76,7 @@ def examine(data: ExaminedData) -> list[Finding]:
     except ValueError as error:
         found.append(_unfit(data.robot, error))
         data = dataclasses.replace(data, robot=None)
-    found += [finding for kind in KINDS for finding in kind.find(data)]
+    found += _told(data, KINDS)
     ours = {name for kind in KINDS for name in kind.names}
     return [*(finding for finding in data.source.findings if finding.kind not in ours), *found]
 
@@ -81,7 +84,13 @@ def examine(data: ExaminedData) -> list[Finding]:
 def at_opening(name: str, source: Source) -> list[Finding]:
     """The findings of the kinds that columns alone show, for the index of a dataset that is built."""
     data = ExaminedData(name=name, source=source)
-    return [finding for kind in KINDS if kind.at_opening for finding in kind.find(data)]
+    return _told(data, [kind for kind in KINDS if kind.at_opening])
+
+
+def _told(data: ExaminedData, kinds: Sequence[FaultKind]) -> list[Finding]:
+    # Absurd numbers, which these may be, overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [finding for kind in kinds for finding in kind.find(data)]
 
 
 def _unfit(robot: Robot | None, error: ValueError) -> Finding:
