@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from openpi_train.data import findings, places, tables
-from openpi_train.data.check import kinds
+from openpi_train.data.check import fault_kinds
 from openpi_train.data.image import says_depth
 from openpi_train.data.instructions import unlabeled
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
@@ -176,7 +176,7 @@ class Sidecar(abc.ABC):
         # The manifest as a later open will read it.
         as_read = json.loads(json.dumps({**manifest, "tables": draft.name}))
         source = self.source(tables.open_tables(self.place, as_read, check_crc=False))
-        return [finding.as_json() for finding in kinds.at_opening(self.label, source)]
+        return [finding.as_json() for finding in fault_kinds.at_opening(self.label, source)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """`data check`: a table of what is suspicious in datasets, before anyone trains on them.
 
-Read next: `data/check/kinds.py` (robots' demonstrations), `data/check/text_kinds.py` (texts), docs/data_check.md.
+Read next: `data/check/fault_kinds.py` (robots' demonstrations), `data/check/text_kinds.py` (texts), docs/data_check.md.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from openpi_train.data import findings, places
-from openpi_train.data.check.examined import Examined
-from openpi_train.data.check.kinds import examine
+from openpi_train.data.check.examined import ExaminedData
+from openpi_train.data.check.fault_kinds import examine
+from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.text_kinds import examine_texts
-from openpi_train.data.check.text_measures import ExaminedTexts
 from openpi_train.data.config import DataConfig
 from openpi_train.data.examination import examine as examine_together
 from openpi_train.data.findings import Finding
@@ -181,7 +181,7 @@ def _robots(name: str, config: SourceConfig, *, robot: Robot | None, num_frames:
         embedded.write_missing(config.location)
     source, damaged = _opened(config)
     with _kept(getattr(config, "cache_dir", None), name, source.fingerprint) as kept:
-        data = Examined(name=name, source=source, robot=robot, num_frames=num_frames, kept=kept)
+        data = ExaminedData(name=name, source=source, robot=robot, num_frames=num_frames, kept=kept)
         found = examine(data)
     size = f"{source.num_episodes} episodes, {source.num_steps} control steps"
     return CheckedDataset(name=name, size=size, findings=[*damaged, *found])

@@ -1,4 +1,7 @@
-"""`data inspect`: show a dataset as text and pictures before training. Read next: `data/summary.py`."""
+"""`data inspect`: show a dataset as text and pictures before training.
+
+Read next: `data/summary.py`, and `data/check/fault_kinds.py` for what is suspicious.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +12,8 @@ from PIL import Image, ImageDraw
 from rich.table import Table
 
 from openpi_train.data import summary
+from openpi_train.data.check.examined import ExaminedData
+from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.instructions import unlabeled_episodes
 from openpi_train.data.source import BadRecord, Source
 from openpi_train.robots.robot import Robot
@@ -27,6 +32,7 @@ def inspect(name: str, source: Source, robot: Robot | None = None, *, out: Path 
     """
     episodes = summary.some_episodes(source, _EPISODES)
     parts = [_overview(name, source, robot), _numbers(source, robot), _cameras(source, robot, episodes)]
+    parts.append(_suspicious(name, source, robot))
     text = "\n".join(parts)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -84,27 +90,30 @@ def _numbers(source: Source, robot: Robot | None) -> str:
     table.add_column("dim")
     for header in ("min", *(f"q{round(100 * level):02d}" for level in summary.QUANTILES), "max"):
         table.add_column(header, justify="right")
-    table.add_column("flag")
     for column in sorted(columns):
         for number, dim in enumerate(summary.dims(column, columns[column], names.get(column, ()))):
             values = (f"{value:.4g}" for value in (dim.low, *dim.quantiles, dim.high))
-            table.add_row("" if number else column, "" if dim.name == column else dim.name, *values, dim.flag)
+            table.add_row("" if number else column, "" if dim.name == column else dim.name, *values)
     return as_text(table)
 
 
 def _cameras(source: Source, robot: Robot | None, episodes: Sequence[int]) -> str:
     table = Table(title="cameras", title_justify="left")
-    for header in ("camera", "pixels", "brightness", "flag"):
+    for header in ("camera", "pixels", "brightness"):
         table.add_column(header)
     slots = {camera: slot for slot, camera in (robot.cameras if robot else {}).items()}
     for camera in summary.cameras(source, episodes, _FRAMES):
         size = f"{camera.size[0]} x {camera.size[1]}" if camera.size else ""
         name = f"{camera.name} ({slots[camera.name]})" if camera.name in slots else camera.name
-        table.add_row(name, size, f"{camera.brightness:.0f} of 255", camera.flag)
-    for camera, slot in slots.items():
-        if camera not in source.cameras:
-            table.add_row(f"{camera} ({slot})", "", "", "missing: the robot reads it, the dataset has it not")
+        table.add_row(name, size, f"{camera.brightness:.0f} of 255")
     return as_text(table)
+
+
+def _suspicious(name: str, source: Source, robot: Robot | None) -> str:
+    """A line for each finding of `data check`, judged by as many pictures as are shown."""
+    found = examine(ExaminedData(name=name, source=source, robot=robot, num_frames=_EPISODES * _FRAMES))
+    lines = [finding.line() for finding in found] or ["nothing found"]
+    return "\n".join(["suspicious (docs/data_check.md)", *(f"  {line}" for line in lines), ""])
 
 
 def contact_sheet(source: Source, episodes: list[int], frames: int) -> Image.Image:

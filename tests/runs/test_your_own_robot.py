@@ -50,7 +50,7 @@ def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
     inspect, train, train_act, *_ = commands()
     text = run("-m", "openpi_train", *inspect)
     assert "12, of" in text and "10 Hz" in text and "shoulder_rad" in text
-    assert re.search(r"wrist_rad .*constant", text)  # the page's arm never moves it
+    assert re.search(r"constant dims: .*wrist_rad = 0", text)  # the page's arm never moves it
     with Image.open(tmp_path / "look" / "my_arm.png") as sheet:
         assert np.ptp(np.asarray(sheet)) == 255
     run("-m", "openpi_train", *train, *SMALL, *SMALLER)

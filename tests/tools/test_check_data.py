@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_episodes import WRITERS, sound
 
-from openpi_train.data.check import kinds
+from openpi_train.data.check import fault_kinds
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.formats import source_at
@@ -119,7 +119,7 @@ def test_a_bug_in_the_check_of_one_dataset_does_not_hide_the_others(monkeypatch,
             raise KeyError("ours")
         yield from ()
 
-    monkeypatch.setattr(kinds, "KINDS", (kinds.FaultKind(broken, ()),))
+    monkeypatch.setattr(fault_kinds, "KINDS", (fault_kinds.FaultKind(broken, ()),))
     datasets = [Dataset(source=FakeData(**SMALL), robot=Bridge(), asset_id=name) for name in ("first", "second")]
     with pytest.raises(KeyError, match="ours"):
         run("mine", experiment=of_robots(*datasets))
@@ -148,16 +148,16 @@ def test_the_bridge_sample_has_one_black_camera_and_what_its_robot_reads_is_soun
 
 def test_an_interrupted_check_goes_on_and_leaves_nothing_behind(home, tmp_path, monkeypatch):
     path = WRITERS["zarr"](tmp_path / "made", sound())
-    pictures = kinds.KINDS[-1].find
+    pictures = fault_kinds.KINDS[-1].find
 
     def interrupted(data):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS[:-1], kinds.FaultKind(interrupted, ())))
+    monkeypatch.setattr(fault_kinds, "KINDS", (*fault_kinds.KINDS[:-1], fault_kinds.FaultKind(interrupted, ())))
     with pytest.raises(KeyboardInterrupt):
         check(path)
     assert list(home.glob("index/check-made.zarr-*/parts/*.npz"))
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS[:-1], kinds.FaultKind(pictures, ())))
+    monkeypatch.setattr(fault_kinds, "KINDS", (*fault_kinds.KINDS[:-1], fault_kinds.FaultKind(pictures, ())))
     assert not check(path).findings
     assert not list(home.glob("index/check-*"))
 

@@ -1,1 +1,1 @@
-"""What is suspicious in a dataset, found before anyone trains on it. Read next: `kinds.py`, the list of all kinds."""
+"""What is suspicious in a dataset, found before anyone trains on it. Read next: `fault_kinds.py`."""

@@ -6,14 +6,14 @@ import numpy as np
 
 from openpi_train.data.check import near_copies
 from openpi_train.data.check.episode_table import LONGEST_GAP
-from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 
 # Candidates whose rows are compared.
 _MOST_COMPARED = 20_000
 
 
-def copies(data: Examined) -> Iterator[Finding]:
+def copies(data: ExaminedData) -> Iterator[Finding]:
     """Episodes that are there twice, with equal pictures and columns."""
     first: dict[str, int] = {}
     pairs = [
@@ -33,7 +33,7 @@ def copies(data: Examined) -> Iterator[Finding]:
         )
 
 
-def nearly_copies(data: Examined) -> Iterator[Finding]:
+def nearly_copies(data: ExaminedData) -> Iterator[Finding]:
     """Episodes whose numbers are nearly those of another one, or of a part of it."""
     source, ids = data.source, data.source.episode_ids
     if "hashes" not in data.table.measures:
@@ -59,7 +59,22 @@ def nearly_copies(data: Examined) -> Iterator[Finding]:
         )
 
 
-def flags(data: Examined) -> Iterator[Finding]:
+def of_one_step(data: ExaminedData) -> Iterator[Finding]:
+    """Episodes of a single step."""
+    short = np.flatnonzero(np.diff(data.source.episode_ends, prepend=0) == 1)
+    if len(short):
+        yield Finding(
+            kind="episodes of one step",
+            count=len(short),
+            total=data.source.num_episodes,
+            unit="episodes",
+            where=data.source.describe(data.first_step(int(short[0]))),
+            training="their chunks are one action and padding",
+            remedy="Look whether episodes were cut wrongly; leave these out",
+        )
+
+
+def flags(data: ExaminedData) -> Iterator[Finding]:
     """Flags of an episode's end that some episodes set, and others do not, or do not have."""
     for name, values in data.table.group("flag/").items():
         without = np.flatnonzero(values < 1)
@@ -78,7 +93,7 @@ def flags(data: Examined) -> Iterator[Finding]:
         )
 
 
-def dropped_frames(data: Examined) -> Iterator[Finding]:
+def dropped_frames(data: ExaminedData) -> Iterator[Finding]:
     """Time stamps with a gap of whole frames."""
     yield from _of_times(
         data,
@@ -91,7 +106,7 @@ def dropped_frames(data: Examined) -> Iterator[Finding]:
     )
 
 
-def time_jumps(data: Examined) -> Iterator[Finding]:
+def time_jumps(data: ExaminedData) -> Iterator[Finding]:
     """Time stamps with a gap that is no whole number of frames, or is longer than 20 of them."""
     yield from _of_times(
         data,
@@ -104,7 +119,7 @@ def time_jumps(data: Examined) -> Iterator[Finding]:
     )
 
 
-def time_backwards(data: Examined) -> Iterator[Finding]:
+def time_backwards(data: ExaminedData) -> Iterator[Finding]:
     """Time stamps that do not increase within an episode."""
     yield from _of_times(
         data,
@@ -118,7 +133,7 @@ def time_backwards(data: Examined) -> Iterator[Finding]:
 
 
 def _of_times(
-    data: Examined, kind: str, measure: str, at: str, what: str, training: str, remedy: str
+    data: ExaminedData, kind: str, measure: str, at: str, what: str, training: str, remedy: str
 ) -> Iterator[Finding]:
     counts = data.table.get(measure)
     if counts is None or not counts.any():
@@ -135,10 +150,10 @@ def _of_times(
     )
 
 
-def _rows(data: Examined, episode: int) -> np.ndarray:
+def _rows(data: ExaminedData, episode: int) -> np.ndarray:
     steps = data.source.steps_of(episode)
     return data.table.digests.rows([np.asarray(column.values[steps.start : steps.stop]) for column in data.numbers])
 
 
-def _pair(data: Examined, one: int, other: int) -> str:
+def _pair(data: ExaminedData, one: int, other: int) -> str:
     return f"{data.source.describe(data.first_step(other))} (as {data.source.describe(data.first_step(one))})"

@@ -1,7 +1,8 @@
 """Measures of every episode, made in one pass over the columns, in blocks of whole episodes.
 
 A finished block is kept as a file, so that an interrupted pass goes on with the next one. Memory holds one block and a
-row of measures per episode. Read next: `near_copies.py` (digests of episodes), `kinds.py` (what is judged by them).
+row of measures per episode. Read next: `near_copies.py` (digests of episodes), `fault_kinds.py`
+(what is judged by them).
 """
 
 import dataclasses
@@ -40,12 +41,13 @@ Measures = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NumberColumn:
-    """A column of states or actions [steps, dims], with its role and the name of each dim."""
+    """A column of states or actions [steps, dims], with its role and the name of each dim, its own if `is_named`."""
 
     name: str
     role: str
     values: np.ndarray
     dims: tuple[str, ...]
+    is_named: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ def measured(
     """The measures of all episodes; those of blocks that an earlier pass has kept are not made again."""
     digests = RowDigests.of([column.values for column in numbers])
     for column in source.columns.values():
-        _forget(column)
+        forget(column)
     grippers = gripper_dims(robot)
     key = _key(source, numbers, robot)
     progress = Progress(f"check of {name}", source.num_steps, "steps")
@@ -97,7 +99,7 @@ def measured(
             if path is not None:
                 files.write_npz(path, parts[-1])
         for column in source.columns.values():
-            _forget(column)
+            forget(column)
         progress.add(len(source.steps_of(end - 1)) + source.steps_of(end - 1).start - source.steps_of(first).start)
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
     return EpisodeTable(digests, joined, tuple(dim for dim, _ in grippers))
@@ -125,6 +127,11 @@ def gripper_dims(robot: Robot | None) -> list[tuple[str, tuple[float, float]]]:
     ]
 
 
+def is_gripper(dims: Sequence[str]) -> np.ndarray:
+    """Whether each of these names is that of a gripper, bool [dims]."""
+    return np.array([any(part in dim.lower() for part in ("gripper", "finger", "jaw")) for dim in dims], bool)
+
+
 def flag_columns(source: Source) -> list[str]:
     """The columns that say how an episode ended."""
     return [
@@ -139,7 +146,7 @@ def _key(source: Source, numbers: Sequence[NumberColumn], robot: Robot | None) -
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def _forget(column: np.ndarray) -> None:
+def forget(column: np.ndarray) -> None:
     """Let the system take back the pages of a mapped column that were read: they are not needed again soon."""
     mapped = getattr(column, "_mmap", None)
     if mapped is not None and hasattr(mapped, "madvise"):
@@ -236,13 +243,14 @@ class _Block:
         }
         for episode, (start, end) in enumerate(zip(self.starts.tolist(), self.ends.tolist(), strict=True)):
             steps = np.diff(times[start:end])
-            usual = float(np.median(steps)) if len(steps) else 0.0
+            finite = steps[np.isfinite(steps)]
+            usual = float(np.median(finite)) if len(finite) else 0.0
             long = steps > LONGEST_GAP * usual if usual > 0 else np.zeros(len(steps), bool)
             ratio = steps / usual if usual > 0 else steps
             whole = long & (ratio < 20) & (np.abs(ratio - np.round(ratio)) < 0.25)
             for name, at, which in (
                 ("gaps", "gap_at", whole),
-                ("jumps", "jump_at", long & ~whole),
+                ("jumps", "jump_at", (long & ~whole) | ~np.isfinite(steps)),
                 ("backwards", "backward_at", steps <= 0),
             ):
                 found[name][episode] = which.sum()

@@ -1,6 +1,6 @@
 """A dataset under examination: its columns of states and actions, and a table with a row of measures per episode.
 
-Read next: `episode_table.py` (the measures), `kinds.py` (what is looked for in them).
+Read next: `episode_table.py` (the measures), `fault_kinds.py` (what is looked for in them).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _STATES = ("state", "joint", "qpos", "pose", "proprio", "gripper", "cartesian", 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Examined:
+class ExaminedData:
     """An opened dataset and what is known about it.
 
     Attributes:
@@ -49,7 +49,10 @@ class Examined:
             if role is None or values.dtype.kind not in "fiu" or name.startswith("next/"):
                 continue
             wide = values.reshape(len(values), -1)
-            found.append(NumberColumn(name, role, wide, self._dims(name, wide.shape[1], names.get(name, ()))))
+            own = names.get(name, ())
+            is_named = len(own) == wide.shape[1]
+            dims = [f"{name}: {dim}" for dim in own] if is_named else [f"{name}[{dim}]" for dim in range(wide.shape[1])]
+            found.append(NumberColumn(name, role, wide, tuple(dims), is_named))
         return tuple(found)
 
     @functools.cached_property
@@ -68,13 +71,8 @@ class Examined:
         """The first control step of an episode."""
         return self.source.steps_of(episode).start
 
-    def _dims(self, name: str, width: int, names: Sequence[str]) -> tuple[str, ...]:
-        if len(names) == width:
-            return tuple(f"{name}: {dim}" for dim in names)
-        return tuple(f"{name}[{number}]" for number in range(width))
 
-
-class _Asked(dict[str, np.ndarray]):
+class _SeenColumns(dict[str, np.ndarray]):
     """Columns that remember which of them were read."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]):
@@ -89,7 +87,7 @@ class _Asked(dict[str, np.ndarray]):
 def columns_read(robot: Robot, source: Source) -> set[str]:
     """The columns that a robot reads, seen while it reads the first episode. Raises ValueError as `Robot.read`."""
     end = int(source.episode_ends[0])
-    columns = _Asked({name: column[:end] for name, column in source.columns.items()})
+    columns = _SeenColumns({name: column[:end] for name, column in source.columns.items()})
     robot.read(columns, np.array([end]))
     return columns.asked
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openpi_train.data.check.episode_table import NumberColumn, gripper_dims
-from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, Examined
+from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper
+from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, ExaminedData
 from openpi_train.data.findings import Finding
 
 # A dim is clipped if this share of its values, and at least so many, lies at an end of its range.
@@ -23,7 +23,7 @@ _FAR, _FEW_STEPS = 49.0, 5e-4
 _LEAST_USE = 0.1
 
 
-def not_finite(data: Examined) -> Iterator[Finding]:
+def not_finite(data: ExaminedData) -> Iterator[Finding]:
     """NaN and infinity in states or actions."""
     table = data.table
     steps = np.flatnonzero(table["first_not_finite"] >= 0)
@@ -48,8 +48,8 @@ def not_finite(data: Examined) -> Iterator[Finding]:
     )
 
 
-def constant(data: Examined) -> Iterator[Finding]:
-    """Dims that have one value in the whole dataset; zeros count only where the action, or state, beside them moves."""
+def constant(data: ExaminedData) -> Iterator[Finding]:
+    """Dims with one value in all steps; zeros count where the dataset names them, or what belongs to them moves."""
     if data.source.num_steps < FEWEST_STEPS:
         return
     ends = {
@@ -60,7 +60,7 @@ def constant(data: Examined) -> Iterator[Finding]:
     for column in data.numbers:
         low, high = ends[column.name]
         # Zeros are padding where nothing belongs to them: an absent object, an arm that this robot lacks.
-        beside = np.zeros(len(low), bool)
+        beside = np.full(len(low), column.is_named)
         for other in data.numbers:
             if other.role != column.role and len(other.dims) == len(column.dims):
                 beside |= ends[other.name][0] < ends[other.name][1]
@@ -79,7 +79,7 @@ def constant(data: Examined) -> Iterator[Finding]:
         )
 
 
-def stuck(data: Examined) -> Iterator[Finding]:
+def stuck(data: ExaminedData) -> Iterator[Finding]:
     """State dims that hold one value through an episode while their own action dim moves."""
     table, found, episodes = data.table, {}, set()
     lengths = np.diff(data.source.episode_ends, prepend=0)
@@ -88,7 +88,7 @@ def stuck(data: Examined) -> Iterator[Finding]:
         spread = _overall(data, "high", action.name) - _overall(data, "low", action.name)
         commanded = (high - low > _COMMANDED * spread) & (spread > 0)
         moves = _overall(data, "high", state.name) > _overall(data, "low", state.name)
-        still = (table[f"low/{state.name}"] == table[f"high/{state.name}"]) & moves & ~_is_gripper(state.dims)
+        still = (table[f"low/{state.name}"] == table[f"high/{state.name}"]) & moves & ~is_gripper(state.dims)
         which = still & commanded & (lengths >= FEWEST_EPISODE_STEPS)[:, None]
         for dim in np.flatnonzero(which.any(axis=0)).tolist():
             ends = (float(_overall(data, what, action.name)[dim]) for what in ("low", "high"))
@@ -108,7 +108,7 @@ def stuck(data: Examined) -> Iterator[Finding]:
         )
 
 
-def clipped(data: Examined) -> Iterator[Finding]:
+def clipped(data: ExaminedData) -> Iterator[Finding]:
     """State dims with many values at the very end of their range, on the way: a sensor's limit, or a stop."""
     if data.source.num_steps < FEWEST_STEPS:
         return
@@ -121,7 +121,7 @@ def clipped(data: Examined) -> Iterator[Finding]:
         at_low = np.where(table[f"low/{column.name}"] == low, table[f"at_low/{column.name}"], 0).sum(axis=0)
         at_high = np.where(table[f"high/{column.name}"] == high, table[f"at_high/{column.name}"], 0).sum(axis=0)
         least = max(_CLIPPED_STEPS, _CLIPPED_SHARE * data.source.num_steps)
-        suspects = np.flatnonzero(((at_low >= least) | (at_high >= least)) & ~_is_gripper(column.dims))
+        suspects = np.flatnonzero(((at_low >= least) | (at_high >= least)) & ~is_gripper(column.dims))
         for dim in suspects.tolist():
             if not _is_switch(column.values, dim, float(low[dim]), float(high[dim])):
                 end, steps = max(((low[dim], at_low[dim]), (high[dim], at_high[dim])), key=lambda pair: pair[1])
@@ -138,7 +138,7 @@ def clipped(data: Examined) -> Iterator[Finding]:
         )
 
 
-def spikes(data: Examined) -> Iterator[Finding]:
+def spikes(data: ExaminedData) -> Iterator[Finding]:
     """A few values far outside all others."""
     if data.source.num_steps < FEWEST_STEPS:
         return
@@ -176,7 +176,7 @@ def spikes(data: Examined) -> Iterator[Finding]:
                 )
 
 
-def actions_are_states(data: Examined) -> Iterator[Finding]:
+def actions_are_states(data: ExaminedData) -> Iterator[Finding]:
     """Actions that are the next, or the present, state to the last bit: nobody recorded the commands."""
     table, source = data.table, data.source
     steps = source.num_steps - source.num_episodes
@@ -204,7 +204,7 @@ def actions_are_states(data: Examined) -> Iterator[Finding]:
         )
 
 
-def gripper_range(data: Examined) -> Iterator[Finding]:
+def gripper_range(data: ExaminedData) -> Iterator[Finding]:
     """Gripper values that lie beyond the range that their robot reads, or use little of it."""
     out = data.table.get("gripper_out")
     if out is None:
@@ -235,22 +235,18 @@ def gripper_range(data: Examined) -> Iterator[Finding]:
             )
 
 
-def _overall(data: Examined, what: str, column: str) -> np.ndarray:
+def _overall(data: ExaminedData, what: str, column: str) -> np.ndarray:
     """The extreme of each dim over all episodes, without NaN."""
     reduce = np.fmin if what == "low" else np.fmax
     return reduce.reduce(data.table[f"{what}/{column}"], axis=0)
 
 
-def _pairs(data: Examined) -> Iterator[tuple]:
+def _pairs(data: ExaminedData) -> Iterator[tuple]:
     """Columns of states and of actions whose dims belong together, one by one: they have equally many."""
     for state in data.numbers:
         for action in data.numbers:
             if (state.role, action.role) == ("state", "action") and len(state.dims) == len(action.dims):
                 yield state, action
-
-
-def _is_gripper(dims: tuple[str, ...]) -> np.ndarray:
-    return np.array([any(part in dim.lower() for part in ("gripper", "finger", "jaw")) for dim in dims], bool)
 
 
 def _is_switch(values: np.ndarray, dim: int, low: float, high: float) -> bool:
@@ -263,10 +259,12 @@ def _is_switch(values: np.ndarray, dim: int, low: float, high: float) -> bool:
 def _sample(values: np.ndarray) -> np.ndarray:
     """Rows of a column, evenly spread, float64 [n, dims]."""
     steps = np.unique(np.linspace(0, len(values) - 1, min(len(values), _SAMPLE)).astype(np.int64))
-    return np.asarray(values[steps], np.float64)
+    seen = np.asarray(values[steps], np.float64)
+    forget(values)
+    return seen
 
 
-def _of_episode(data: Examined, column: NumberColumn, episode: int) -> np.ndarray:
+def _of_episode(data: ExaminedData, column: NumberColumn, episode: int) -> np.ndarray:
     steps = data.source.steps_of(episode)
     return np.asarray(column.values[steps.start : steps.stop])
 

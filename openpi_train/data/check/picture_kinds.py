@@ -9,19 +9,21 @@ from collections.abc import Iterator
 import numpy as np
 
 from openpi_train.data import summary
-from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.episode_table import is_gripper
+from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import BadRecord
-from openpi_train.data.summary import BLACK
 
+# A picture whose brightest pixel is below this counts as black: video codecs do not keep exact zeros.
+_BLACK = 16
 # Pictures of an episode that are looked at.
 _PER_EPISODE = 8
-# The robot has moved if a state dim changed by this share of its range.
+# A state dim has moved if it changed by this share of its range.
 _MOVED = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class SeenPicture:
     """What was seen of one picture; `problem` says why it cannot be read, and the rest is then meaningless."""
 
     step: int
@@ -32,7 +34,7 @@ class Picture:
     problem: str = ""
 
 
-def unreadable(data: Examined) -> Iterator[Finding]:
+def unreadable(data: ExaminedData) -> Iterator[Finding]:
     """Pictures that cannot be read or decoded."""
     for camera in data.cameras:
         seen = pictures(data, camera)
@@ -50,7 +52,7 @@ def unreadable(data: Examined) -> Iterator[Finding]:
             )
 
 
-def black(data: Examined) -> Iterator[Finding]:
+def black(data: ExaminedData) -> Iterator[Finding]:
     """Pictures that are black, or of one colour."""
     for camera in data.cameras:
         seen = [picture for picture in pictures(data, camera) if not picture.problem]
@@ -68,7 +70,7 @@ def black(data: Examined) -> Iterator[Finding]:
             )
 
 
-def frozen(data: Examined) -> Iterator[Finding]:
+def frozen(data: ExaminedData) -> Iterator[Finding]:
     """Pictures of one episode that are equal to the last pixel, though the robot moved between them."""
     for camera in data.cameras:
         seen = [one for one in pictures(data, camera) if not (one.problem or one.is_black or one.is_blank)]
@@ -89,7 +91,7 @@ def frozen(data: Examined) -> Iterator[Finding]:
             )
 
 
-def cameras_alike(data: Examined) -> Iterator[Finding]:
+def cameras_alike(data: ExaminedData) -> Iterator[Finding]:
     """Two cameras with the same pictures."""
     for one, other in itertools.combinations(data.cameras, 2):
         pairs = [
@@ -111,7 +113,7 @@ def cameras_alike(data: Examined) -> Iterator[Finding]:
             )
 
 
-def missing_cameras(data: Examined) -> Iterator[Finding]:
+def missing_cameras(data: ExaminedData) -> Iterator[Finding]:
     """Cameras that the robot reads and the dataset does not have."""
     if data.robot is None:
         return
@@ -129,7 +131,7 @@ def missing_cameras(data: Examined) -> Iterator[Finding]:
 
 
 @functools.lru_cache(maxsize=16)
-def pictures(data: Examined, camera: str) -> tuple[Picture, ...]:
+def pictures(data: ExaminedData, camera: str) -> tuple[SeenPicture, ...]:
     """What is seen of `data.num_frames` pictures of a camera: 8 of each of some episodes, both evenly spread."""
     episodes = summary.some_episodes(data.source, max(1, data.num_frames // _PER_EPISODE))
     return tuple(
@@ -139,21 +141,29 @@ def pictures(data: Examined, camera: str) -> tuple[Picture, ...]:
     )
 
 
-def _seen(data: Examined, step: int, episode: int, camera: str) -> Picture:
+def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> SeenPicture:
     try:
         frame = data.source.frames(np.array([step]), camera)[0]
     except BadRecord as error:
-        return Picture(step, episode, problem=str(error))
-    is_blank = np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0
-    return Picture(step, episode, hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < BLACK), bool(is_blank))
+        return SeenPicture(step, episode, problem=str(error))
+    digest, is_black = hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < _BLACK)
+    is_blank = bool(np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0)
+    return SeenPicture(step, episode, digest, is_black, is_blank)
 
 
-def _moved(data: Examined, one: int, other: int) -> bool:
-    """Whether the state at two steps of an episode is another one; without a state it is taken to be."""
-    columns = [column for column in data.numbers if column.role == "state"]
-    for column in columns:
-        low, high = data.table[f"low/{column.name}"].min(axis=0), data.table[f"high/{column.name}"].max(axis=0)
+def _moved(data: ExaminedData, one: int, other: int) -> bool:
+    """Whether the arm moved between two steps of an episode: two state dims, or its only one, besides grippers.
+
+    Without a state it is taken to have moved.
+    """
+    moved = total = 0
+    for column in data.numbers:
+        if column.role != "state":
+            continue
+        low = np.fmin.reduce(data.table[f"low/{column.name}"], axis=0).astype(np.float64)
+        high = np.fmax.reduce(data.table[f"high/{column.name}"], axis=0).astype(np.float64)
+        counts = ~is_gripper(column.dims) & (high > low)
         change = np.abs(np.asarray(column.values[other], np.float64) - column.values[one])
-        if (change > _MOVED * (high - low)).any():
-            return True
-    return not columns
+        moved += int(((change > _MOVED * (high - low)) & counts).sum())
+        total += int(counts.sum())
+    return moved >= min(2, total)

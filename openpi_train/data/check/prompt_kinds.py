@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.check.scripts import main_script, shares_in_words
 from openpi_train.data.findings import Finding
 
 
-def mixed_scripts(data: Examined) -> Iterator[Finding]:
+def mixed_scripts(data: ExaminedData) -> Iterator[Finding]:
     """Instructions in another script than most episodes have."""
     source = data.source
     starts = np.concatenate([[0], np.asarray(source.episode_ends[:-1], np.int64)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Kinds of faults of texts, judged by the measures of every record. Read next: `text_measures.py`."""
+"""Kinds of faults of texts, judged by the measures of every record. Read next: `record_measures.py`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.check.scripts import shares_in_words
-from openpi_train.data.check.text_measures import (
+from openpi_train.data.check.record_measures import (
     BLANK,
     DAMAGED,
     NO_ASSISTANT,
     NO_LAST_ANSWER,
     ExaminedTexts,
 )
+from openpi_train.data.check.scripts import shares_in_words
 from openpi_train.data.findings import Finding
 
 # A text is very long if it has more characters than both.

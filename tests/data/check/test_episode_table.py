@@ -5,8 +5,8 @@ import pytest
 from made_episodes import ACTION, STATE, InMemory, sound
 
 from openpi_train.data.check import episode_table
-from openpi_train.data.check.examined import Examined
-from openpi_train.data.check.kinds import KINDS, examine
+from openpi_train.data.check.examined import ExaminedData
+from openpi_train.data.check.fault_kinds import KINDS, examine
 from openpi_train.data.check.near_copies import RowDigests, candidates, share_of_rows
 
 
@@ -24,7 +24,7 @@ def test_measures_are_those_of_plain_loops(small_blocks):
     episodes = sound(6)
     episodes[2].state[3:6, 1] = np.nan
     episodes[4].state[5:9, 0] = 5.0
-    table = Examined(name="made", source=InMemory(episodes)).table
+    table = ExaminedData(name="made", source=InMemory(episodes)).table
     for number, one in enumerate(episodes):
         np.testing.assert_array_equal(table[f"low/{STATE}"][number], np.nanmin(one.state, axis=0))
         np.testing.assert_array_equal(table[f"high/{ACTION}"][number], one.action.max(axis=0))
@@ -36,7 +36,7 @@ def test_measures_are_those_of_plain_loops(small_blocks):
 def test_an_interrupted_pass_goes_on_and_finds_the_same(small_blocks, tmp_path, monkeypatch):
     source = InMemory(sound())
     source.columns[STATE][200:203] = np.nan
-    whole = examine(Examined(name="made", source=source))
+    whole = examine(ExaminedData(name="made", source=source))
     measures, made = episode_table._Block.measures, []
 
     def interrupted(block):
@@ -47,13 +47,13 @@ def test_an_interrupted_pass_goes_on_and_finds_the_same(small_blocks, tmp_path, 
 
     monkeypatch.setattr(episode_table._Block, "measures", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        examine(Examined(name="made", source=source, kept=tmp_path))
+        examine(ExaminedData(name="made", source=source, kept=tmp_path))
     assert len(list(tmp_path.glob("parts/*.npz"))) == 2
-    assert examine(Examined(name="made", source=source, kept=tmp_path)) == whole
+    assert examine(ExaminedData(name="made", source=source, kept=tmp_path)) == whole
     assert made.count(0) == 1 and len(made) == len(set(made)) + 1  # the third block alone was begun twice
     # Parts of other data are not taken for these.
     source.fingerprint = "others"
-    examine(Examined(name="made", source=source, kept=tmp_path))
+    examine(ExaminedData(name="made", source=source, kept=tmp_path))
     assert made.count(0) == 2
 
 

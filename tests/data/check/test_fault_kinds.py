@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
 
-from openpi_train.data.check.examined import Examined, columns_read
-from openpi_train.data.check.kinds import examine
+from openpi_train.data.check.examined import ExaminedData, columns_read
+from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
-from openpi_train.data.source import BadRecord
+from openpi_train.data.source import About, BadRecord
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.robotwin import RoboTwin
 
@@ -81,6 +81,15 @@ def long_pause(episodes):
     episodes[8].time[10:] += 600
 
 
+def no_time(episodes):
+    episodes[8].time[10] = np.nan
+
+
+def cut_off(episodes):
+    for name in ("state", "action", "time", "success", "frames"):
+        setattr(episodes[2], name, getattr(episodes[2], name)[-1:])
+
+
 def backwards(episodes):
     episodes[9].time[12:] -= 1 / FPS
 
@@ -117,6 +126,8 @@ ALONE = {
     dropped: ("dropped frames", 1, "episode 6, step 10"),
     jump: ("time stamps that jump", 1, "episode 8, step 10"),
     long_pause: ("time stamps that jump", 1, "episode 8, step 10"),
+    no_time: ("time stamps that jump", 2, "episode 8, step 10"),
+    cut_off: ("episodes of one step", 1, "episode 2, step 0 of 1"),
     backwards: ("time stamps that go back", 1, "episode 9, step 12"),
     other_script: ("languages mixed", 1, "episode 1, step 0"),
     black: ("black pictures", 8, "episode 10, step 0"),
@@ -128,7 +139,9 @@ TOGETHER = (not_finite, stuck, spike, near_copy, no_success, dropped, jump, back
 
 
 def found(source, robot=None, **options):
-    return {finding.kind: finding for finding in examine(Examined(name="made", source=source, robot=robot, **options))}
+    return {
+        finding.kind: finding for finding in examine(ExaminedData(name="made", source=source, robot=robot, **options))
+    }
 
 
 @pytest.mark.parametrize("fault", ALONE, ids=lambda fault: fault.__name__)
@@ -206,7 +219,10 @@ def test_zeros_in_state_and_action_alike_are_padding():
     episodes = sound()
     for one in episodes:
         one.state[:, 2] = one.action[:, 2] = 0
-    assert not found(InMemory(episodes))
+    source = InMemory(episodes)
+    assert not found(source)
+    source.about = lambda: About(dim_names={STATE: ("x", "y", "z", "gripper")})
+    assert "observation/state: z = 0" in found(source)["constant dims"].what
 
 
 def test_next_states_are_no_fault_where_the_robots_data_have_them_by_convention():
@@ -228,6 +244,30 @@ def test_a_dim_that_seldom_moves_has_no_spikes():
     for one in episodes[::4]:
         one.state[5:9, 0] = 1
     assert not found(InMemory(episodes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("float16", 3), ("int64", 3), ("uint8", 3), ("float32", (2, 7)), ("float32", ())]
+)
+def test_columns_of_any_type_and_shape_are_measured(kind, width):
+    source = InMemory(sound())
+    shape = (source.num_steps, *([width] if isinstance(width, int) else width))
+    walk = np.cumsum(np.random.default_rng(0).integers(-2, 3, shape), axis=0)
+    source.columns[STATE] = (walk - walk.min()).astype(kind)
+    assert not found(source)
+    source.columns[STATE][:] = 1
+    assert set(found(source)) == {"constant dims"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_absurd_numbers_break_nothing():
+    source = InMemory(sound())
+    source.columns = {STATE: source.columns[STATE].astype(np.float64) * 1e300, "action": source.columns["action"]}
+    assert not found(source)
+    source.columns[STATE] = np.full((source.num_steps, 4), np.nan)
+    assert set(found(source)) == {"not finite"}
+    source.columns = {}
+    assert not found(source)
 
 
 def test_a_hand_at_its_stop_and_a_start_at_the_end_of_the_range_are_not_clipped():
@@ -282,6 +322,17 @@ def test_a_camera_that_was_recorded_twice_is_found():
     source.cameras = (CAMERA, "observation/images/wrist")
     finding = found(source)["cameras alike"]
     assert (finding.count, finding.total) == (128, 128) and "front and observation/images/wrist" in finding.what
+
+
+def test_a_hand_that_the_camera_does_not_see_freezes_no_picture():
+    episodes = sound()
+    one = episodes[11]
+    one.state[10:20, :-1] = one.state[10, :-1]
+    one.state[10:15, -1], one.state[15:20, -1] = 0, 1
+    one.frames[10:20] = one.frames[10]
+    source = InMemory(episodes)
+    source.about = lambda: About(dim_names={STATE: ("x", "y", "z", "gripper")})
+    assert not found(source)
 
 
 def test_still_robots_have_still_pictures():

@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from openpi_train.data.check import text_measures
+from openpi_train.data.check import record_measures
+from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.scripts import main_script
 from openpi_train.data.check.text_kinds import TEXT_KINDS, examine_texts
-from openpi_train.data.check.text_measures import ExaminedTexts
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_files import find_files
 
@@ -166,7 +166,7 @@ def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch)
     folder.mkdir()
     for name in "abc":
         write(folder / f"{name}.jsonl", [{"prompt": f"{row['prompt']} {name}", **row} for row in sound()])
-    kept, of_file, read = tmp_path / "kept", text_measures._of_file, []
+    kept, of_file, read = tmp_path / "kept", record_measures._of_file, []
 
     def interrupted(file, *rest):
         read.append(file.name)
@@ -174,7 +174,7 @@ def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return of_file(file, *rest)
 
-    monkeypatch.setattr(text_measures, "_of_file", interrupted)
+    monkeypatch.setattr(record_measures, "_of_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         found(folder, kept=kept)
     findings = found(folder, kept=kept)

@@ -1,16 +1,19 @@
 """All kinds of faults that `data check` looks for in robots' demonstrations, in the order of the table.
 
-To add one, write a function from `Examined` to findings, put it into `KINDS`, and describe it in `docs/data_check.md`.
+To add one, write a function from `ExaminedData` to findings, put it into `KINDS`, and describe it in
+`docs/data_check.md`.
 Faults that are found while a dataset is read are told by its reader. Read next: `number_kinds.py`, `episode_kinds.py`,
 `picture_kinds.py`, `text_kinds.py` (those of texts).
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from openpi_train.data.check import episode_kinds, number_kinds, picture_kinds, prompt_kinds
-from openpi_train.data.check.examined import Examined
+from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import Source
 from openpi_train.robots.robot import Robot
@@ -28,7 +31,7 @@ class FaultKind:
         at_opening: Whether opening a dataset for the first time looks for it already: in columns alone.
     """
 
-    find: Callable[[Examined], Iterator[Finding]]
+    find: Callable[[ExaminedData], Iterator[Finding]]
     names: tuple[str, ...]
     at_opening: bool = False
 
@@ -48,6 +51,7 @@ KINDS = (
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),
+    FaultKind(episode_kinds.of_one_step, ("episodes of one step",), at_opening=True),
     FaultKind(episode_kinds.flags, ("flags in some episodes only",)),
     FaultKind(episode_kinds.dropped_frames, ("dropped frames",), at_opening=True),
     FaultKind(episode_kinds.time_jumps, ("time stamps that jump",), at_opening=True),
@@ -61,7 +65,7 @@ KINDS = (
 )
 
 
-def examine(data: Examined) -> list[Finding]:
+def examine(data: ExaminedData) -> list[Finding]:
     """The findings of all kinds, after those of its reader.
 
     Kinds that the dataset's opening looked for are looked for again, in the columns that the robot reads.
@@ -72,15 +76,21 @@ def examine(data: Examined) -> list[Finding]:
     except ValueError as error:
         found.append(_unfit(data.robot, error))
         data = dataclasses.replace(data, robot=None)
-    found += [finding for kind in KINDS for finding in kind.find(data)]
+    found += _told(data, KINDS)
     ours = {name for kind in KINDS for name in kind.names}
     return [*(finding for finding in data.source.findings if finding.kind not in ours), *found]
 
 
 def at_opening(name: str, source: Source) -> list[Finding]:
     """The findings of the kinds that columns alone show, for the index of a dataset that is built."""
-    data = Examined(name=name, source=source)
-    return [finding for kind in KINDS if kind.at_opening for finding in kind.find(data)]
+    data = ExaminedData(name=name, source=source)
+    return _told(data, [kind for kind in KINDS if kind.at_opening])
+
+
+def _told(data: ExaminedData, kinds: Sequence[FaultKind]) -> list[Finding]:
+    # Absurd numbers, which these may be, overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [finding for kind in kinds for finding in kind.find(data)]
 
 
 def _unfit(robot: Robot | None, error: ValueError) -> Finding:

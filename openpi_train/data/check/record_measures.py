@@ -44,7 +44,7 @@ BLANK, NO_ASSISTANT, NO_LAST_ANSWER, DAMAGED = 1, 2, 4, 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TextMeasures:
+class RecordMeasures:
     """Arrays with an entry per readable record, and what was seen besides.
 
     `texts`, `prompts` uint64: digests without case and white space, of the whole and of what comes before the answer
@@ -92,19 +92,19 @@ class ExaminedTexts:
     kept: Path | None = None
 
     @functools.cached_property
-    def measures(self) -> TextMeasures:
+    def measures(self) -> RecordMeasures:
         """Of the records that are trained on."""
         return measured(self.files, self.columns, name=self.name, kept=self.kept)
 
     @functools.cached_property
-    def held_out_measures(self) -> TextMeasures:
+    def held_out_measures(self) -> RecordMeasures:
         """Of the records that are held out."""
         return measured(self.held_out, self.columns, name=f"{self.name}, held out", kept=self.kept)
 
 
 def measured(
     text_files: Sequence[TextFile], columns: Mapping[str, str], *, name: str, kept: Path | None
-) -> TextMeasures:
+) -> RecordMeasures:
     """The measures of all records of some files; those that an earlier pass has kept are not made again."""
     progress = Progress(f"check of {name}", sum(file.path.stat().st_size for file in text_files) / 1e6, "MB")
     parts, told = [], []
@@ -212,7 +212,7 @@ def _digest(*texts: str) -> int:
     return int.from_bytes(hashlib.sha256(plain.encode(errors="replace")).digest()[:8])
 
 
-def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], names: Sequence[str]) -> TextMeasures:
+def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], names: Sequence[str]) -> RecordMeasures:
     scripts: dict[str, int] = {}
     types: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()
@@ -228,4 +228,4 @@ def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], nam
         for name, dtype in _ARRAYS.items()
     }
     first_bad = next((seen["first_bad"] for seen in told if seen["bad"]), "")
-    return TextMeasures(joined, list(scripts), types, counts, sum(seen["bad"] for seen in told), first_bad, names)
+    return RecordMeasures(joined, list(scripts), types, counts, sum(seen["bad"] for seen in told), first_bad, names)
