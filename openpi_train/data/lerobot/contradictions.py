@@ -61,11 +61,11 @@ def other_rates(fps: float | None, good: Sequence[Scanned]) -> list[Finding]:
     if not fps:
         return []
     periods = np.array([entry.period_s for entry in good])
-    wrong = np.flatnonzero(np.abs(periods * fps - 1) > _SAME_RATE)  # not those of one step, whose period is NaN
+    # Not those of one step, whose period is NaN, nor timestamps that stand still, which are a kind of their own.
+    wrong = np.flatnonzero((np.abs(periods * fps - 1) > _SAME_RATE) & (periods > 0))
     if not len(wrong):
         return []
     first = good[int(wrong[0])].episode
-    measured = 1 / np.median(periods[wrong]) if np.median(periods[wrong]) > 0 else np.inf
     return [
         Finding(
             kind="another rate",
@@ -73,7 +73,7 @@ def other_rates(fps: float | None, good: Sequence[Scanned]) -> list[Finding]:
             total=len(good),
             unit="episodes",
             where=f"{first.data}, episode {first.number}",
-            what=f"meta/info.json says {fps:g} steps per second, their timestamps {measured:.4g}",
+            what=f"meta/info.json says {fps:g} steps per second, their timestamps {1 / np.median(periods[wrong]):.4g}",
             training="steps follow each other as they are recorded, and the rate is taken to be the first one",
             remedy="Correct fps in meta/info.json, or the timestamps",
         )
