@@ -97,7 +97,7 @@ class Sidecar(abc.ABC):
         """Open the index, building it first if it is missing, stale or damaged.
 
         Raises FileNotFoundError for missing files, ValueError for inconsistent metadata, BadRecord if no episode is
-        readable, OSError if the cache cannot be written.
+        readable, OSError if the system fails to read the dataset or to write the cache.
         """
         found = self._find(check_crc=self.config.check_crc)
         if found is None:
@@ -200,7 +200,7 @@ class IndexedConfig(SourceConfig):
         """Open the dataset, building or refreshing its index first.
 
         Raises FileNotFoundError (no dataset, missing files), ValueError (inconsistent metadata or settings), BadRecord
-        (damaged episodes and `on_bad_record="error"`), OSError (the cache cannot be written).
+        (damaged episodes and `on_bad_record="error"`), OSError (the system fails to read them or to write the cache).
         """
         sidecar = self.sidecar()
         index = sidecar.open()

@@ -1,6 +1,7 @@
 """While the file system fails no dataset is judged: an index is complete, or it is not there."""
 
 import errno
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -158,3 +159,13 @@ def test_an_index_that_cannot_be_read_for_a_moment_is_not_built_again(tmp_path, 
             config.open()
     config.open()
     assert manifest.stat().st_mtime_ns == built
+
+
+def test_an_index_from_before_in_which_a_passing_error_may_be_kept_is_built_again(tmp_path):
+    config = LeRobot(path=str(LEROBOT / "v21_image"), cache_dir=str(tmp_path))
+    config.open()
+    (path,) = tmp_path.rglob("manifest.json")
+    manifest = json.loads(path.read_text())
+    kept_error = {"file": "data/chunk-000/episode_000001.parquet", "episode": 1, "why": "[Errno 116] Stale file handle"}
+    path.write_text(json.dumps({**manifest, "format": 1, "dropped": [kept_error]}))
+    assert not config.is_ready() and config.open().num_dropped == 0

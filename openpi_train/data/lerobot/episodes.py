@@ -172,7 +172,7 @@ class ParquetScan:
         """The texts that stand in for the tasks', and the styles that the language rows have."""
         if rows.language is None:
             return ([None] * len(mine) if self.prompt_from != "task" else ()), set()
-        lists = rows.language.take(mine).to_pylist()
+        lists = language_rows.read_lists(rows.language.take(mine))
         steps = rows.columns.get("index", np.arange(len(rows.language)))[mine]
         return language_rows.prompts_of(self.prompt_from, lists, times, steps), language_rows.styles(lists)
 

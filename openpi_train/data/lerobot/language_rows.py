@@ -13,9 +13,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from openpi_train.data.lerobot.lerobot_metadata import require
+
 PERSISTENT = "language_persistent"
 # What the instruction of a step is: its task's text, one of its rephrasings, or the subtask that is under way.
 PromptFrom = Literal["task", "task_aug", "subtask"]
+
+
+def read_lists(column: Any) -> list[list[Mapping[str, Any]] | None]:
+    """The lists of a column of parquet; an episode has the same at every step, which is then read once."""
+    array = column.combine_chunks()
+    rows, lengths = array.flatten(), require("pyarrow.compute").list_value_length(array).unique().to_pylist()
+    same = len(lengths) == 1 and lengths[0] and rows[lengths[0] :].equals(rows[: -lengths[0]])
+    return [array[0].as_py()] * len(array) if same else array.to_pylist()
 
 
 def prompts_of(
@@ -35,7 +45,8 @@ def prompts_of(
 
 def styles(lists: Sequence[Sequence[Mapping[str, Any]] | None]) -> set[str]:
     """The styles of all rows."""
-    return {str(row["style"]) for rows in lists for row in rows or ()}
+    distinct = {id(rows): rows for rows in lists}
+    return {str(row["style"]) for rows in distinct.values() for row in rows or ()}
 
 
 def _subtask(rows: Sequence[Mapping[str, Any]], time: float) -> str | None:

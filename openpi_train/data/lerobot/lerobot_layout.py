@@ -110,7 +110,7 @@ def read_layout(root: Path) -> LeRobotLayout:
         tasks, repeated_tasks = tasks_of(read_rows(root, names[:1]))
     except FileNotFoundError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
         what = f"an entry {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"cannot read the metadata of {root}: {what}") from error
     return LeRobotLayout(
@@ -137,7 +137,7 @@ def _read_info(root: Path) -> dict[str, Any]:
             f"its codebase_version is {info['codebase_version']!r}; supported are {', '.join(VERSIONS)}: "
             "convert it with the lerobot package"
         )
-    videos = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
+    videos = [name for name, feature in info["features"].items() if feature.get("dtype") == "video"]
     if videos and not isinstance(info.get("video_path"), str):
         raise ValueError(f"{INFO_FILE} has no video_path, but the videos {', '.join(videos)}")
     return info
@@ -154,9 +154,14 @@ def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict, list[
     """Columns, cameras, and skipped features with the reason, by feature name; the columns of language rows."""
     columns, cameras, skipped, language = {}, {}, {}, []
     for name, feature in features.items():
-        dtype, shape = feature["dtype"], tuple(feature["shape"])
         if name in _NUMBERING:
             continue
+        try:
+            dtype, shape = str(feature["dtype"]), tuple(whole_number(size, "shape") for size in feature["shape"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{INFO_FILE}: the feature {name} needs a dtype, and a shape of whole numbers; it has {feature}"
+            ) from error
         if dtype in ("video", "image"):
             if why := depth_reason(feature) or ("" if len(shape) == 3 else f"pictures of shape {list(shape)}"):
                 skipped[name] = why

@@ -22,23 +22,34 @@ def numbers(column: Any, dtype: str, shape: tuple[int, ...]) -> tuple[np.ndarray
     while isinstance(array, pa.ExtensionArray):
         array = array.storage
     sizes, kind = _sizes(array, shape), array.type
-    rows, counts = np.arange(num_rows), np.full(num_rows, math.prod(sizes), np.int64)
+    counts = np.full(num_rows, math.prod(sizes), np.int64)
+    # The rows that are left; each has `entries` entries of `array`.
+    rows, entries = np.arange(num_rows), 1
+
+    def drop(wrong: np.ndarray, found: np.ndarray | int) -> None:
+        """Leave out the rows of these entries, which hold `found` numbers."""
+        nonlocal array, rows
+        counts[rows[wrong // entries]] = found
+        sound = np.ones(len(rows), bool)
+        sound[wrong // entries] = False
+        array, rows = array.filter(pa.array(np.repeat(sound, entries))), rows[sound]
+
     for size in sizes:
         lengths = compute.list_value_length(array).fill_null(-1).to_numpy(zero_copy_only=False)
-        wrong = lengths != size
-        if wrong.any():
-            counts[rows[wrong]] = lengths[wrong] if len(sizes) == 1 else -1
-            sound = ~np.isin(rows, rows[wrong])
-            array, rows = array.filter(pa.array(sound)), rows[sound]
-        array, rows = array.flatten(), np.repeat(rows, size)
+        if (wrong := np.flatnonzero(lengths != size)).size:
+            drop(wrong, lengths[wrong] if len(sizes) == 1 else -1)
+        array, entries = array.flatten(), entries * size
     if array.null_count:
-        counts[rows[array.is_null().to_numpy(zero_copy_only=False)]] = -1
+        drop(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)), -1)
     if not (pa.types.is_null(array.type) or _is_number(array.type)):
         raise ValueError(f"it holds {kind}, not numbers")
-    values, sound = np.zeros((num_rows, *shape), dtype), counts == math.prod(shape)
-    if sound.any():
-        found = array.filter(pa.array(sound[rows])).to_numpy(zero_copy_only=False)
-        values[sound] = _cast(found, values.dtype).reshape(-1, *shape)
+    if math.prod(sizes) != math.prod(shape):
+        return np.zeros((num_rows, *shape), dtype), counts
+    found = _cast(array.to_numpy(zero_copy_only=False), np.dtype(dtype)).reshape(-1, *shape)
+    if len(rows) == num_rows:
+        return found, counts
+    values = np.zeros((num_rows, *shape), dtype)
+    values[rows] = found
     return values, counts
 
 

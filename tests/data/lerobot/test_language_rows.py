@@ -8,6 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.lerobot.language_rows import read_lists
 from openpi_train.data.source import BadRecord
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -79,3 +80,13 @@ def test_an_episode_whose_rows_are_null_or_blank_has_its_task(broken, rows):
         lambda found: [{**row, "content": " \t"} for row in found] if rows == "blank" else rows,
     )
     assert prompts(copy.open(prompt_from="subtask"))[:20] == ["push the block"] * 20
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["ab"] * 3, ["ab", "ba", "ab"], ["a", "aa", ""], ["aa", "a", "a"], [""] * 3, [None, "a"], ["a", None], ["a"]],
+)
+def test_lists_are_those_of_each_step_whether_they_are_the_same_or_not(texts):
+    lists = [None if text is None else [{"style": "s", "content": letter} for letter in text] for text in texts]
+    kind = pa.list_(pa.struct([("style", pa.string()), ("content", pa.string())]))
+    assert read_lists(pa.chunked_array([pa.array(lists[:1], kind), pa.array(lists[1:], kind)])) == lists

@@ -146,6 +146,18 @@ def test_metadata_that_contradict_themselves_are_refused_by_file_and_line(broken
         copy.open(on_bad_record="skip")
 
 
+@pytest.mark.parametrize("entry", [{"shape": None}, {"shape": [2.5]}, {"shape": ["7"]}, {"shape": [-7]}])
+def test_a_feature_that_is_not_described_is_named_and_whole_floats_are_whole(broken, entry):
+    copy = broken("v21_image")
+    before = copy.open()
+    features = json.loads((copy.root / "meta/info.json").read_text())["features"]
+    copy.edit_info(features={**features, "action": {**features["action"], "shape": [7.0]}}, chunks_size=1000.0)
+    assert copy.open().fingerprint == before.fingerprint
+    copy.edit_info(features={**features, "action": {**features["action"], **entry}})
+    with pytest.raises(ValueError, match=r"info\.json: the feature action needs a dtype, and a shape of whole numbers"):
+        copy.open()
+
+
 def test_a_missing_file_of_tasks_and_a_torn_one_of_episodes_are_named(broken):
     copy = broken("v21_image")
     (copy.root / "meta/tasks.jsonl").unlink()
