@@ -14,7 +14,9 @@ from trainers import make_trainer, running_of
 
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextDataset
-from openpi_train.generation.generator import Generator
+from openpi_train.evaluation.text_evaluations import TextEvaluations
+from openpi_train.generation.completion_text import NewText
+from openpi_train.generation.generator import Generator, NewTokens
 from openpi_train.interop import huggingface
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
@@ -26,6 +28,7 @@ from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.practice.rewards import reward_model
 from openpi_train.practice.rewards.text_reward import TextReward
+from openpi_train.practice.text_actor import TextActor
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sampling.token_law import TokenLaw
@@ -65,11 +68,13 @@ def make(folder, tmp_path):
             objective=PolicyGradient(law=law),
             data=dataclasses.replace(
                 arithmetic_grpo.data,
-                datasets=(TextDataset(path=str(folder)),),
-                tokenizer=str(folder),
-                validation_fraction=0.0,
-                cache_dir=str(tmp_path),
-                **data,
+                **{
+                    "datasets": (TextDataset(path=str(folder)),),
+                    "tokenizer": str(folder),
+                    "validation_fraction": 0.0,
+                    "cache_dir": str(tmp_path),
+                    **data,
+                },
             ),
             practice=practice,
             batch_size=4,
@@ -183,6 +188,62 @@ def test_every_prompt_is_drawn_once_per_pass(make):
     passes = [sorted(actor.context(draw) for draw in range(first, first + 6)) for first in (0, 6)]
     assert passes == [list(range(6))] * 2
     assert [actor.context(draw) for draw in range(6)] != [actor.context(draw) for draw in range(6, 12)]
+
+
+class Asked:
+    """In place of a generator: with which settings and row numbers it is asked."""
+
+    def __init__(self):
+        self.generator, self.settings, self.rows = self, [], []
+
+    def complete(self, prompts, settings, *, rows, after_step):
+        self.settings.append(settings)
+        self.rows += rows
+        ended = NewTokens(id=0, tokens=[3], log_probs=[0.0], top=[[]], finish_reason="length")
+        return [NewText(text="8", tokens=ended, num_made=1)] * len(prompts)
+
+    def release(self): ...
+
+
+def asked_for(made, seed, draws, monkeypatch):
+    """The settings and row numbers with which a run of this seed completes the prompts of these draws."""
+    trainer, opened, asked = dataclasses.replace(made.feed._trainer, seed=seed), made.experiment.open_data(), Asked()
+    running = dataclasses.replace(running_of(trainer, []), data=opened)
+    monkeypatch.setattr(TextActor, "_with", lambda self, params: asked)
+    PRACTICE.actor(running, made.experiment.data).act({}, draws, 2)
+    (settings,) = asked.settings
+    return settings, asked.rows
+
+
+def test_practice_draws_other_numbers_than_evaluations_and_than_runs_of_other_seeds(make, monkeypatch):
+    """A completion's numbers are those of a seed and a row; evaluations number theirs from 0 on, too."""
+    made, seeds = make(), (*range(10), 2**31)
+    found = [asked_for(made, seed, [0, 3], monkeypatch) for seed in seeds]
+    evaluated = {TextEvaluations().sampling.seed, *seeds, *range(100)}
+    practised = [settings.seed for settings, _ in found]
+    assert len(set(practised)) == len(seeds) and not evaluated & set(practised)
+    assert all(0 <= seed < 2**32 for seed in practised)
+    assert all(rows == [0, 1, 6, 7] for _, rows in found)
+    assert asked_for(made, 7, [0], monkeypatch)[0].seed == practised[7]  # on every process, and after a restart
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "a")])
+def test_prompts_of_several_datasets_are_contexts_of_their_own(folder, make, tmp_path, names):
+    for name, problems in zip("ab", (PROBLEMS[:2], PROBLEMS[2:]), strict=True):
+        records = [{"prompt": problem, "completion": "8"} for problem in problems]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    datasets = tuple(TextDataset(path=str(tmp_path / name)) for name in names)
+    actor = make(datasets=datasets).feed._actor
+    by_context: dict[int, set] = {}
+    for draw in range(60):
+        by_context.setdefault(actor.context(draw), set()).add(actor._prompts.prompt(draw).place)
+    # One prompt for each context, and one context for each prompt, also where a dataset is there twice.
+    assert sorted(by_context) == list(range(actor._prompts.num_prompts))
+    assert all(len(places) == 1 for places in by_context.values())
+    assert actor._prompts.num_prompts == (6 if names == ("a", "b") else 4)
+    if names == ("a", "b"):
+        assert len(set.union(*by_context.values())) == 6
 
 
 def test_prompts_that_leave_no_room_are_left_out_or_refused(make, caplog):
