@@ -19,6 +19,7 @@ from openpi_train.fields import as_json
 from openpi_train.interop import diffusion_policy_checkpoint, lerobot_policy
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.robot_actions import action_dims, check_action_dims
+from openpi_train.policy.loading import load_policy
 from openpi_train.policy.restore import open_run
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.bridge import Bridge
@@ -224,6 +225,13 @@ def test_the_verb_converts_there_and_back_and_refuses_the_experiment_of_another_
     with pytest.raises(UsageError, match=r"relative to the state in x_m, .*Bridge, are all absolute"):
         convert(tmp_path / "lerobot", tmp_path / "other", "ours", exchanged.TINY)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_policy_is_not_loaded_for_a_robot_that_would_move_otherwise(tmp_path):
+    stored = exchanged.as_stored(exchanged.made_up(), robots={"robot": Bridge(trajectory=True)})
+    lerobot_policy.write(tmp_path / "policy", stored, exchanged.TINY.model)
+    with pytest.raises(UsageError, match=r"policy are relative to the state in x_m, .*Bridge, are all absolute"):
+        load_policy(tmp_path / "policy", experiment=exchanged.TINY)
 
 
 def test_a_policy_is_written_with_the_normalisation_it_was_trained_with(tmp_path):
