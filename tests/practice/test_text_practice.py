@@ -165,6 +165,22 @@ def test_with_limits_ratios_stay_one_where_nothing_is_learnt(make):
 
 
 @pytest.mark.slow
+def test_a_sampler_at_another_temperature_than_trainings_is_told(make, monkeypatch):
+    """The difference is that of the same model's log-probabilities at both temperatures."""
+    made = make(law=TokenLaw(temperature=1.4))
+    monkeypatch.setattr(made.feed._actor, "_settings", dataclasses.replace(made.feed._actor._settings, temperature=0.7))
+    # The step donates its state.
+    params = jax.tree.map(jnp.copy, {**made.state.frozen, **made.state.params})
+    model = merge_module(made.feed._trainer.graphdef, params)
+    (batch,), (found,) = made.steps(1)
+    of_both = [TokenLaw(temperature=one).scores(model, batch.traces).log_prob for one in (1.4, 0.7)]
+    gap = np.asarray(of_both[0] - of_both[1], np.float64)[np.asarray(batch.mask)]
+    assert np.abs(gap).mean() > 0.01
+    assert found["sampling_difference"] == pytest.approx(np.abs(gap).mean(), rel=1e-4)
+    assert found["sampling_ratio"] == pytest.approx(np.exp(gap).mean(), rel=1e-4)
+
+
+@pytest.mark.slow
 def test_completions_depend_on_their_draw_alone(make):
     one, four = make(), make(devices=4)
     actor = one.feed._actor
