@@ -78,11 +78,12 @@ def check_experiment(experiment: "Experiment", *, num_frames: int) -> list[Check
         raise UsageError(f"{experiment.name}: there is nothing to check; its data are {type(data).__name__}")
     checked = []
     for dataset in data.datasets:
-        of = {dataset.asset: dataset.source, f"{dataset.asset}, held out": dataset.validation}
-        for name, source in of.items():
-            if source is not None:
-                check = functools.partial(_robots, name, source, robot=dataset.robot, num_frames=num_frames)
-                checked.append(_checked(name, check))
+        how = {"robot": dataset.robot, "num_frames": num_frames}
+        check = functools.partial(_robots, dataset.asset, dataset.source, held_out=dataset.validation, **how)
+        checked.append(_checked(dataset.asset, check))
+        if dataset.validation is not None:
+            name = f"{dataset.asset}, held out"
+            checked.append(_checked(name, functools.partial(_robots, name, dataset.validation, **how)))
     if not any(finding.kind in _REFUSED for dataset in checked for finding in dataset.findings):
         together = _checked(f"{experiment.name}, as opened", functools.partial(_examined, experiment))
         checked += [together] if together.findings or together.failure else []
@@ -94,11 +95,11 @@ def check_path(
 ) -> list[CheckedDataset]:
     """The findings in the dataset at a path: demonstrations of any format, or a file or folder of texts.
 
-    Args: `split` is None for RLDS's `train`, and all files of texts; `columns` and `held_out` are for texts: the file's
-    column for each of the type, and the split or path that is held out.
+    Args: `split` is None for RLDS's `train`, and all files of texts; `columns`, for texts, are the files' column for
+    each of the type; `held_out` is the split or path that is held out.
     """
     name = Path(path).expanduser().resolve().name
-    if columns or held_out or holds_texts(path):
+    if columns or holds_texts(path):
         return [_checked(name, lambda: _texts(name, path, split, columns, held_out))]
 
     def demonstrations() -> CheckedDataset:
@@ -107,7 +108,11 @@ def check_path(
             source = dataclasses.replace(source, split=split or "train")
         elif split is not None:
             raise UsageError(f"{path} is a {type(source).__name__} dataset, which has no splits: leave out --split")
-        return _robots(name, source, robot=None, num_frames=num_frames)
+        others = None
+        if held_out is not None:
+            is_split = isinstance(source, Rlds) and not names_a_path(held_out)
+            others = dataclasses.replace(source, split=held_out) if is_split else source_at(held_out)
+        return _robots(name, source, held_out=others, robot=None, num_frames=num_frames)
 
     return [_checked(name, demonstrations)]
 
@@ -174,14 +179,22 @@ def _checked(name: str, check: Callable[[], CheckedDataset]) -> CheckedDataset:
         return CheckedDataset(name=name, size="not checked to the end", failure=error)
 
 
-def _robots(name: str, config: SourceConfig, *, robot: Robot | None, num_frames: int) -> CheckedDataset:
+def _robots(
+    name: str,
+    config: SourceConfig,
+    *,
+    robot: Robot | None,
+    num_frames: int,
+    held_out: SourceConfig | None = None,
+) -> CheckedDataset:
     if places.dataset_name(config.location) is not None:
         from openpi_train.data import embedded  # jax, and the environment
 
         embedded.write_missing(config.location)
     source, damaged = _opened(config)
+    others = None if held_out is None else held_out.skipping_bad_records().open()
     with _kept(getattr(config, "cache_dir", None), name, source.fingerprint) as kept:
-        data = ExaminedData(name=name, source=source, robot=robot, num_frames=num_frames, kept=kept)
+        data = ExaminedData(name=name, source=source, held_out=others, robot=robot, num_frames=num_frames, kept=kept)
         found = examine(data)
     size = f"{source.num_episodes} episodes, {source.num_steps} control steps"
     return CheckedDataset(name=name, size=size, findings=[*damaged, *found])

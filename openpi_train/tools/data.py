@@ -188,7 +188,7 @@ class Check(DataRequest):
     split: str | None = None
     # Of texts, the columns to read, as TYPE=COLUMN (prompt=question completion=answer).
     columns: tuple[str, ...] = ()
-    # Of texts, the split or path that is held out, which is compared with the others.
+    # The split, of RLDS or texts, or the path that is held out, and compared with the others.
     held_out: str | None = None
     # Pictures of each camera to look at.
     frames: int = at_least(8, 200)

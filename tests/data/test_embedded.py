@@ -15,6 +15,8 @@ from tensorflow_datasets.proto import tf_example_pb2
 
 from openpi_train.data import embedded as tool
 from openpi_train.data import image
+from openpi_train.data.check.examined import ExaminedData
+from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.embedded import prepare
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rlds.tfrecord import read_records
@@ -79,6 +81,11 @@ def test_the_robot_reads_states_and_bounded_commands(sources):
 
 
 @pytest.mark.slow
+def test_nothing_in_it_is_suspicious(sources):
+    train, val = sources["train"], sources["val"]
+    assert not train.findings and not examine(ExaminedData(name="tabletop", source=train, held_out=val))
+
+
 def test_an_episodes_seed_gives_back_its_first_state_and_pictures(made, sources):
     """Equal but for single edge pixels, which may round differently in batches of other sizes."""
     source = sources["train"]

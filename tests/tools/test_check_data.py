@@ -141,6 +141,9 @@ def test_the_bridge_sample_has_one_black_camera_and_what_its_robot_reads_is_soun
     (finding,) = check(bridge_sample).findings
     assert (finding.kind, finding.count, finding.total) == ("black pictures", 200, 200)
     assert finding.what == "observation/image_3: black"
+    # Its splits hold the same episodes.
+    _, other = sorted(check(bridge_sample, held_out="val").findings, key=lambda finding: finding.kind)
+    assert (other.kind, other.count, other.total) == ("held-out episodes in training", 25, 25)
     dataset = Dataset(source=Rlds(path=str(bridge_sample)), robot=Bridge(trajectory=True))
     (checked,) = check_data.check_experiment(of_robots(dataset), num_frames=200)
     assert not checked.findings and checked.size == "25 episodes, 250 control steps"

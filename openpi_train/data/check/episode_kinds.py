@@ -33,6 +33,25 @@ def copies(data: ExaminedData) -> Iterator[Finding]:
         )
 
 
+def held_out_too(data: ExaminedData) -> Iterator[Finding]:
+    """Episodes that are held out, too, in the dataset that is given for that."""
+    if data.held_out is None:
+        return
+    others = set(map(str, data.held_out.episode_ids))
+    both = [episode for episode, digest in enumerate(map(str, data.source.episode_ids)) if digest in others]
+    if both:
+        yield Finding(
+            kind="held-out episodes in training",
+            count=len(both),
+            total=data.source.num_episodes,
+            unit="episodes",
+            where=data.source.describe(data.first_step(both[0])),
+            training="the held-out loss and errors are too good",
+            remedy="Hold out other episodes, or a fraction of these (--data.datasets.N.validation None), which keeps "
+            "copies together",
+        )
+
+
 def nearly_copies(data: ExaminedData) -> Iterator[Finding]:
     """Episodes whose numbers are nearly those of another one, or of a part of it."""
     source, ids = data.source, data.source.episode_ids

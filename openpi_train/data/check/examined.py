@@ -27,6 +27,7 @@ class ExaminedData:
 
     Attributes:
         name: What messages call it.
+        held_out: The dataset whose episodes are held out, if that is another one.
         robot: Whose states and actions these are; None: columns are told by their names.
         num_frames: Pictures of each camera that are looked at.
         kept: Folder for the finished parts of the table, so that an interrupted examination goes on; None: none.
@@ -34,6 +35,7 @@ class ExaminedData:
 
     name: str
     source: Source
+    held_out: Source | None = None
     robot: Robot | None = None
     num_frames: int = 200
     kept: Path | None = None

@@ -51,6 +51,7 @@ KINDS = (
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),
+    FaultKind(episode_kinds.held_out_too, ("held-out episodes in training",)),
     FaultKind(episode_kinds.of_one_step, ("episodes of one step",), at_opening=True),
     FaultKind(episode_kinds.flags, ("flags in some episodes only",)),
     FaultKind(episode_kinds.dropped_frames, ("dropped frames",), at_opening=True),
