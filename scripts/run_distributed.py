@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
         if posttraining.is_meant(options):
             return posttraining.main(options, arguments)
         given = _parser().parse_args(options)
+        # Where the guide of the older tool looks for the log (`openpi_train/training/documented_links.py`).
+        os.environ.setdefault("OPENPI_TRAIN_LINKS", "logs/training.log=logs/process_0.log")
         if given.mode == "create_slurm":
             given.no_check |= not arguments  # the guide's own run, which others replace
             return forms.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])

@@ -31,6 +31,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
@@ -89,7 +90,9 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
+    logger.info("log: %s", logs.log_path(directory, jax.process_index()))
     if jax.process_index() == 0:
+        link_documented(experiment, directory)
         for line in unfit_for_length(experiment):
             logger.warning("%s", line)
     status.tell(opened=True)
@@ -257,6 +260,7 @@ def make_metrics(experiment: Experiment, directory: Path, feed: Feed, resume_ste
 def report(run: Run) -> None:
     """Log the run's directory and results."""
     logger.info("the run lies in %s", run.directory)
+    logger.info("log: %s", logs.log_path(run.directory, jax.process_index()))
     if len(run.history) > 1:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):
             logger.info("%s", line)
