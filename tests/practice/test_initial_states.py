@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
+from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.practice.initial_states import InitialStates
 
 TASKS = ("reach", "push", "pick")
@@ -38,3 +40,14 @@ def test_noise_is_new_in_every_attempt_at_every_draw_and_of_the_runs_seed(number
     keys = [words(states.noise_keys(draws, attempts)) for states in (one, other)]
     resets = [words(states.reset_keys(np.arange(24))) for states in (one, other)]
     assert len({*keys[0], *keys[1]}) == 192 and not {*keys[0]} & {*resets[0]} and not {*resets[0]} & {*resets[1]}
+
+
+@pytest.mark.parametrize("number", [4, None])
+def test_states_and_noise_of_practice_are_not_those_of_evaluations(number):
+    """Both name tasks by the same words and number what they begin from 0 on, often with the same seed."""
+    env = TabletopEnv()
+    evaluated = {key for seed in (0, 1) for key in words(episode_keys(ClosedLoop(env=env, seed=seed), np.arange(60)))}
+    assert len(evaluated) == 120
+    for seed in (0, 1):
+        states, draws = InitialStates(env.tasks, number, seed=seed), np.arange(60)
+        assert not evaluated & {*words(states.reset_keys(draws)), *words(states.noise_keys(draws, draws % 4))}

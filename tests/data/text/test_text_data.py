@@ -535,3 +535,18 @@ def test_missing_reference_log_probs_are_named(made):
         kind="preferences", reference_log_probs=True, max_length=32,
     )  # fmt: skip
     assert (rows_of(data.train)["reference_log_probs"] == [-1.5, -2.5]).all()
+
+
+def test_a_finding_is_told_once_of_a_dataset_at_every_opening(made, tmp_path, caplog):
+    """The tokenizer's eos token is not the one that ends a turn of the template."""
+    talks = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "2"}]} for n in range(9)
+    ]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(talks[0]) + "\n")
+    for _ in range(2):
+        caplog.clear()
+        made(talks, about={"validation": str(held_out)})
+        told = [line for line in caplog.messages if "no stop token is a target" in line]
+        assert len(told) == 1 and told[0].startswith("set0: no stop token is a target: 9 of 9 texts")
+        assert "the first: set0.jsonl:1" in told[0] and "generation_config.json" in told[0]
