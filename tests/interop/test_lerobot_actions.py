@@ -19,7 +19,7 @@ from openpi_train_configs.pi0_bridge import pi0_bridge_traj
 from openpi_train.fields import as_json
 from openpi_train.interop import diffusion_policy_checkpoint, lerobot_policy
 from openpi_train.interop.checkpoint_formats import open_checkpoint
-from openpi_train.interop.robot_actions import action_dims, check_action_dims
+from openpi_train.interop.robot_actions import action_dims, check_action_dims, openpis_transforms
 from openpi_train.policy.loading import load_policy
 from openpi_train.policy.restore import open_run
 from openpi_train.robots.aloha import Aloha
@@ -103,6 +103,21 @@ def test_dims_are_found_by_what_the_robot_computes():
     assert action_dims(Libero(extra_delta=True)).relative == (True,) * 6 + (False,)
     assert action_dims(UR5()).in_words().startswith("relative to the state in joint_1_rad, joint_2_rad")
     assert action_dims(Bridge(trajectory=True, num_arms=2)).relative == ((True,) * 6 + (False,)) * 2
+
+
+class Shifted(lerobot_exports.Masked):
+    """An arm whose state has a number before those of its joints."""
+
+    def _offset(self, state, width):
+        return super()._offset(np.roll(state, -1, axis=-1), width)
+
+
+def test_actions_relative_to_another_place_of_the_state_are_refused():
+    """LeRobot's step and openpi's DeltaActions take the state's number at the action's own place."""
+    robot = Shifted(names=("x_m", "y_m", "grip"), mask=(True, True, False))
+    with pytest.raises(UsageError, match=r"other units than the robot in x_m, y_m, .* at the same place"):
+        action_dims(robot)
+    assert openpis_transforms(robot) == "transforms of its own that do what Shifted does"
 
 
 @pytest.mark.parametrize("relative", [True, False])
