@@ -39,6 +39,10 @@ def read_action_dims(folder: Place, config: Mapping[str, Any]) -> ActionDims | N
     Raises CheckpointError for steps that are not known here, and for those that contradict each other or the config.
     """
     if not folder.has(PREPROCESSOR):
+        if config.get("use_relative_actions"):
+            raise CheckpointError(
+                f"{folder} is incomplete: its config says use_relative_actions, and {PREPROCESSOR} is missing; fetch it"
+            )
         return None
     before, after = (_steps(folder, file) for file in (PREPROCESSOR, POSTPROCESSOR))
     problems = [

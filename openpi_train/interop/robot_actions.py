@@ -71,8 +71,9 @@ def action_dims(robot: Robot) -> ActionDims:
     if others:
         raise UsageError(
             f"the {type(robot).__name__} robot's model has other units than the robot in {', '.join(others)}, and a "
-            "policy of another trainer can only add the state to actions: serve it here (`serve`), or train with a "
-            "robot whose states and actions are the model's" + _ADVICE.get(type(robot).__name__, "")
+            "policy of another trainer can only add to an action the state's number at the same place: serve it here "
+            "(`serve`), or train with a robot whose states and actions are the model's"
+            + _ADVICE.get(type(robot).__name__, "")
         )
     return ActionDims(names=robot.action_names, relative=relative)
 
@@ -131,9 +132,14 @@ def check_action_dims(stored: "Stored", robot: Robot) -> None:
 
 def openpis_transforms(robot: Robot) -> str | None:
     """What a config of openpi's must say of the robot's actions, as its checkpoints cannot; None if nothing."""
-    runs = [(value, len(list(group))) for value, group in itertools.groupby(robot.delta_mask or ())]
+    adapts = getattr(robot, "adapt_to_pi", False)
+    try:
+        relative = action_dims(dataclasses.replace(robot, adapt_to_pi=False) if adapts else robot).relative  # pyright: ignore[reportCallIssue]
+    except UsageError:
+        return f"transforms of its own that do what {type(robot).__name__} does"
+    runs = [(value, len(list(group))) for value, group in itertools.groupby(relative)]
     mask = ", ".join(str(count if value else -count) for value, count in runs)
-    found = [f"DeltaActions and AbsoluteActions of make_bool_mask({mask})"] if any(robot.delta_mask or ()) else []
-    if getattr(robot, "adapt_to_pi", False):
+    found = [f"DeltaActions and AbsoluteActions of make_bool_mask({mask})"] if any(relative) else []
+    if adapts:
         found.insert(0, "AlohaInputs and AlohaOutputs with adapt_to_pi")
     return ", ".join(found) or None

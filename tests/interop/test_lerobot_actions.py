@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import exchanged
@@ -18,7 +19,7 @@ from openpi_train_configs.pi0_bridge import pi0_bridge_traj
 from openpi_train.fields import as_json
 from openpi_train.interop import diffusion_policy_checkpoint, lerobot_policy
 from openpi_train.interop.checkpoint_formats import open_checkpoint
-from openpi_train.interop.robot_actions import action_dims, check_action_dims
+from openpi_train.interop.robot_actions import action_dims, check_action_dims, openpis_transforms
 from openpi_train.policy.loading import load_policy
 from openpi_train.policy.restore import open_run
 from openpi_train.robots.aloha import Aloha
@@ -33,11 +34,29 @@ from openpi_train.tools.requests import ConvertRequest
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "lerobot_relative.json").read_text())["cases"]
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of a case by name, written at the first call."""
+    place = tmp_path_factory.mktemp("lerobot")
+
+    def folder(name: str) -> Path:
+        if not (place / name).exists():
+            lerobot_exports.write(place / name, name)
+        return place / name
+
+    return folder
+
+
+@pytest.fixture
+def partly(folders, tmp_path):
+    """A copy of the folder of a policy whose actions are partly relative."""
+    return Path(shutil.copytree(folders("pi0-partly-bridge"), tmp_path / "policy"))
+
+
 @pytest.mark.parametrize("name", lerobot_exports.CASES)
-def test_lerobots_processors_give_our_actions_in_the_folder_that_we_write(name, tmp_path):
-    lerobot_exports.write(tmp_path / name, name)
+def test_lerobots_processors_give_our_actions_in_the_folder_that_we_write(name, folders):
     # Other files than LeRobot has read: run record_lerobot_relative.py again.
-    assert lerobot_exports.digest(tmp_path / name) == RECORDED[name]["digest"]
+    assert lerobot_exports.digest(folders(name)) == RECORDED[name]["digest"]
     for key, value in lerobot_exports.computed(name).items():
         # Scales are 0.5 and more; ours have openpi's 1e-6 added where LeRobot's have not, and theirs are float32.
         np.testing.assert_allclose(value, RECORDED[name][key], rtol=1e-5, atol=1e-5, err_msg=key)
@@ -60,21 +79,18 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", lerobot_exports.CASES)
-def test_a_folder_says_which_dims_are_relative(name, tmp_path):
-    lerobot_exports.write(tmp_path / name, name)
+def test_a_folder_says_which_dims_are_relative(name, folders):
     make, robot = lerobot_exports.CASES[name]
     with lerobot_exports.narrow():
-        stored = open_checkpoint(tmp_path / name, make(robot))
+        stored = open_checkpoint(folders(name), make(robot))
     kind = name.partition("-")[2]
     expected = MASKS["absolute" if kind.startswith("absolute") else kind]
     assert stored.action_dims.relative == (expected or (False,) * len(robot.action_names))
     check_action_dims(stored, robot)
 
 
-def test_a_robot_that_would_move_otherwise_than_the_policy_was_trained_is_refused(tmp_path):
-    name = "pi0-partly-bridge"
-    lerobot_exports.write(tmp_path / name, name)
-    stored = open_checkpoint(tmp_path / name, lerobot_exports.CASES[name][0](Bridge()))
+def test_a_robot_that_would_move_otherwise_than_the_policy_was_trained_is_refused(partly):
+    stored = open_checkpoint(partly, lerobot_exports.pi0(Bridge()))
     for robot in (Bridge(), Droid(action="joint_position"), Aloha(relative=False)):
         with pytest.raises(UsageError, match=r"would move otherwise than it was trained|other units than the robot"):
             check_action_dims(stored, robot)
@@ -87,6 +103,21 @@ def test_dims_are_found_by_what_the_robot_computes():
     assert action_dims(Libero(extra_delta=True)).relative == (True,) * 6 + (False,)
     assert action_dims(UR5()).in_words().startswith("relative to the state in joint_1_rad, joint_2_rad")
     assert action_dims(Bridge(trajectory=True, num_arms=2)).relative == ((True,) * 6 + (False,)) * 2
+
+
+class Shifted(lerobot_exports.Masked):
+    """An arm whose state has a number before those of its joints."""
+
+    def _offset(self, state, width):
+        return super()._offset(np.roll(state, -1, axis=-1), width)
+
+
+def test_actions_relative_to_another_place_of_the_state_are_refused():
+    """LeRobot's step and openpi's DeltaActions take the state's number at the action's own place."""
+    robot = Shifted(names=("x_m", "y_m", "grip"), mask=(True, True, False))
+    with pytest.raises(UsageError, match=r"other units than the robot in x_m, y_m, .* at the same place"):
+        action_dims(robot)
+    assert openpis_transforms(robot) == "transforms of its own that do what Shifted does"
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -175,13 +206,16 @@ RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
         ),
     ],
 )
-def test_steps_that_are_not_done_here_are_named(file, change, said, tmp_path):
-    name = "pi0-partly-bridge"
-    make, robot = lerobot_exports.CASES[name]
-    lerobot_exports.write(tmp_path / name, name)
-    edited(tmp_path / name, file, change)
+def test_steps_that_are_not_done_here_are_named(file, change, said, partly):
+    edited(partly, file, change)
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        open_checkpoint(tmp_path / name, make(robot))
+        open_checkpoint(partly, lerobot_exports.pi0(Bridge()))
+
+
+def test_a_relative_policy_without_its_steps_is_incomplete(partly):
+    (partly / BEFORE).unlink()
+    with pytest.raises(CheckpointError, match=r"says use_relative_actions, and policy_preprocessor.json is missing"):
+        open_checkpoint(partly, lerobot_exports.pi0(Bridge()))
 
 
 @pytest.mark.parametrize(
@@ -195,12 +229,9 @@ def test_steps_that_are_not_done_here_are_named(file, change, said, tmp_path):
         ({"action_names": ["gripper"], "exclude_joints": ["gripper"]}, (False,) + (True,) * 6),
     ],
 )
-def test_dims_are_excluded_as_lerobot_excludes_them(settings, relative, tmp_path):
-    name = "pi0-partly-bridge"
-    make, robot = lerobot_exports.CASES[name]
-    lerobot_exports.write(tmp_path / name, name)
-    edited(tmp_path / name, BEFORE, lambda one: step(one, RELATIVE)["config"].update(settings))
-    stored = open_checkpoint(tmp_path / name, make(robot))
+def test_dims_are_excluded_as_lerobot_excludes_them(settings, relative, partly):
+    edited(partly, BEFORE, lambda one: step(one, RELATIVE)["config"].update(settings))
+    stored = open_checkpoint(partly, lerobot_exports.pi0(Bridge()))
     assert stored.action_dims.relative == relative
 
 
