@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -147,28 +148,32 @@ def root_mean_square(values: Any) -> float:
 def assert_same_prefix(case: GoldenCase, ours: Any, name: str) -> None:
     """The prefix's tokens are openpi's `out/<name>`: in bfloat16, rounded in the same places.
 
-    A text token is rounded once, and equal. An image's goes through some forty roundings, each of which leaves an error
-    of its own. Let `a` be what they add up to in our program, `b` in openpi's: both are of size E, how far openpi is
-    from its float32 twin. In the difference a - b cancel those that fall alike, which make a share s of E**2, and the
-    others add up: D**2 = 2 (1 - s) E**2. Where all casts stand in the same places, a rounding falls differently only if
-    float32 sums in another order lie on two sides of a tie, or if an earlier one did: s is near 1. Behind a cast that
-    stands elsewhere every value is another one, and s is little more than the rounding of the weights themselves, a
-    sixth to a third of E**2. The bound is s = 3/4.
+    A text token is rounded once, and equal. An image's goes through some forty roundings. Where all casts stand in the
+    same places, a rounding falls differently only if float32 sums in another order lie on two sides of a tie, which is
+    rare: most images are equal to the bit. Where it happens once, attention carries it to all tokens of the image, and
+    the layers after it round other values: D**2, the squared distance of the two, is then .2 to .9 of E**2, how far
+    openpi is from its float32 twin, and more the more layers follow. So D**2 / E**2 of a whole case tells how many
+    images met a tie, and not where casts stand. Behind a cast that stands elsewhere no image is equal.
 
-    Measured on 2026-11-22 (2 CPU cores, jax 0.10.2): this tower's formulas written down in jax.numpy and run by jax
-    0.5.3, which made openpi's numbers (it gives those of pi0_bf16 and pi0_fast_bf16 bit for bit), against the product,
-    for the three cases and 72 of other random weights: D**2 / E**2 is 0 to 0.34 (70 to 100 % of the elements are equal
-    to the bit). With one cast misplaced (layer norm's scale or bias rounded or all of it in bfloat16, softmax, gelu or
-    biases in float32, patches in bfloat16) it is 0.59 to 1.9, in fifteen of them.
+    Measured on 2026-11-29 (2 CPU cores): openpi's own `models/siglip.py` (15a9616) by jax 0.5.3 and flax 0.10.2 against
+    this tower by jax 0.10.2, random weights and images: of two layers 32 of 36 images are equal in 99 % of the elements
+    or more, nearly all of them to the bit, the other four in 33 to 51 % (D**2 / E**2 .31 to .72); of four layers 3 of 8
+    are, the others in 26 to 92 % (up to .93). Of the six images of pi0_bf16 five are, of pi05_bf16's four. With the layer
+    norm's scale or bias rounded, or the softmax or gelu in float32, none of either case is: 29 to 40 % of the elements.
     """
     expected, ours = case.io[f"out/{name}"], np.asarray(ours, np.float32)
     if not case.bfloat16:
         np.testing.assert_allclose(ours, expected, **FLOAT32, err_msg=name)
         return
-    images = slice(None), slice(0, ours.shape[1] - case.observation.prompt_tokens.shape[1])
-    text = slice(None), slice(images[1].stop, None)
-    np.testing.assert_array_equal(ours[text], expected[text], err_msg=name)
-    assert root_mean_square(ours[images] - expected[images]) < np.sqrt(1 / 2) * case.noise(f"out/{name}", images)
+    num_text = case.observation.prompt_tokens.shape[1]
+    np.testing.assert_array_equal(ours[:, -num_text:], expected[:, -num_text:], err_msg=name)
+    images = slice(None), slice(0, ours.shape[1] - num_text)
+    if jax.default_backend() != "cpu":  # its sums have other orders throughout
+        assert root_mean_square(ours[images] - expected[images]) < np.sqrt(1 / 2) * case.noise(f"out/{name}", images)
+        return
+    rows, width = len(ours), ours.shape[-1]
+    equal = (ours == expected)[images].reshape(rows * len(case.observation.images), -1, width).all((1, 2))
+    assert equal.mean() >= 0.5, f"{name}: of {len(equal)} images {equal.sum()} are openpi's to the bit"
 
 
 @functools.cache
