@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from openpi_train_configs.debug import debug
+from posttraining_project import write_project
+from vla_project import write_vla_project
 
 from openpi_train import cli, registry
 from openpi_train.fields import as_json
@@ -173,3 +176,19 @@ def test_a_name_of_several_experiments_finds_its_run_without_the_dataset(asked, 
     recorded(tmp_path, begun)
     again = asked(several, *words, "--resume")
     assert again == dataclasses.replace(begun, resume=True)
+
+
+@pytest.mark.parametrize("door", ["posttrain", "vla"])
+def test_a_run_of_another_tools_config_goes_on_without_the_config(asked, tmp_path, monkeypatch, door):
+    monkeypatch.chdir(tmp_path)
+    if door == "posttrain":
+        write_project(tmp_path)
+        begun = asked("posttrain", "--config", "config.yaml", "--algorithm", "sft", "--batch-size", "6", "--seed", "3")
+    else:
+        write_vla_project(tmp_path)
+        begun = asked("vla", "--config", "configs/vla_config.yaml", "--batch-size", "6", "--seed", "3")
+    run = recorded(
+        Path(begun.checkpoint_base_dir).absolute(), begun, argv=["openpi_train", door], directory=str(tmp_path)
+    )
+    again = asked("resume", run)
+    assert again == dataclasses.replace(begun, resume=True) and (again.batch_size, again.seed) == (6, 3)
