@@ -8,7 +8,7 @@ ARG PYTHON=3.11
 FROM python:${PYTHON}-slim
 
 WORKDIR /opt/openpi_train
-COPY pyproject.toml README.md constraints.txt ./
+COPY LICENSE NOTICE pyproject.toml README.md constraints.txt ./
 COPY openpi_train openpi_train
 COPY configs configs
 

@@ -65,7 +65,7 @@ class Save:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks checkpoint", description=__doc__)
     parser.add_argument("--directory", type=Path, help="an existing folder on the disk to write to (default: /tmp)")
     return steps.parse(parser, argv)
 

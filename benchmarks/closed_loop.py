@@ -51,6 +51,7 @@ def parse(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line; also returns the flags of the experiment."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=f"python -m benchmarks {program}",
         description=description,
         epilog=f"Flags of {study.experiment} may follow.",

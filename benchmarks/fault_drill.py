@@ -58,7 +58,7 @@ class Survived:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks fault_drill", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks fault_drill", description=__doc__)
     parser.add_argument("--faults", type=int, default=50, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of kinds, victims and times (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one fault, to check that it runs")

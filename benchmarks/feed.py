@@ -49,7 +49,7 @@ class Sample:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks feed", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks feed", description=__doc__)
     default = Path(os.environ.get("OPENPI_TRAIN_DATA", ROOT.parent / "shared" / "data")) / "bridge_dataset"
     parser.add_argument("--data", type=Path, help=f"BridgeData as written by tfds (default: {default} if present)")
     parser.add_argument("--workers", type=int, nargs="+", help="numbers of worker processes (default: 0 1 2)")

@@ -251,7 +251,7 @@ QUICK = [Case("debug", "--model.remat full", devices=1)]
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_compile", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks gpu_compile", description=__doc__)
     parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=["attention"], help="which steps to compile")
     parser.add_argument("--device-kind", default="h100")
     parser.add_argument("--processes", type=int, default=1, help="compile so many steps at a time (5 GB each)")

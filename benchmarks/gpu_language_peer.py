@@ -14,7 +14,7 @@ WARM_UP, SAMPLES, STEPS = 3, 5, 3
 
 def main() -> None:
     """Print milliseconds per step, lowest to highest, and the most memory that torch held."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--compile", action="store_true", help="by torch.compile")
     parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in the backward pass")
     flags = parser.parse_args()

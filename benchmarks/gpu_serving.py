@@ -41,7 +41,7 @@ TOKENS += ("measured / read",)
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_serving", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks gpu_serving", description=__doc__)
     parser.add_argument("--policies", nargs="*", default=POLICIES, metavar="NAME", help="experiments with a flow")
     parser.add_argument("--cameras", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 8))

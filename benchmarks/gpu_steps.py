@@ -112,7 +112,7 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_steps", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks gpu_steps", description=__doc__)
     parser.add_argument("--sets", nargs="+", choices=[*SETS][:-1], default=["pi0"], help="which steps to run")
     parser.add_argument("--cases", nargs="+", type=int, metavar="N", help="only these of each set, from 0")
     parser.add_argument("--limit-s", type=float, default=480, help="no case starts later than this (default: 480)")

@@ -68,7 +68,7 @@ class Trained:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks language", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks language", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder in which to keep the runs (default: they are deleted)")
     parser.add_argument("--seed", type=int, default=42, help="seed of all runs (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps, to check that it runs")

@@ -111,7 +111,9 @@ class Sample:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks language_speed", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks language_speed", description=__doc__
+    )
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--pairs", type=int, default=3, metavar="N", help="samples of each side (default: 3)")
     parser.add_argument("--peer-python", type=Path, help="Python of an environment with torch and transformers")

@@ -27,7 +27,7 @@ _LEAST_STEPS = 500
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks metaworld", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks metaworld", description=__doc__)
     parser.add_argument("--experiments", nargs="+", default=EXPERIMENTS, help="of configs/metaworld_dp.py")
     parser.add_argument("--demonstrations", type=int, default=20, help="per task (%(default)s)")
     parser.add_argument("--steps", type=int, default=4_000, help="optimizer steps (%(default)s)")

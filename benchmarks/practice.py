@@ -44,7 +44,7 @@ _QUICK_PRACTICE += ("--practice.num-groups", "4", "--practice.group-size", "2")
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks practice", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks practice", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=STUDIES, metavar="NAME", help=f"of {', '.join(STUDIES)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of all runs (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder in which to keep the runs (default: they are deleted)")

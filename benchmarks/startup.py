@@ -31,7 +31,7 @@ COLUMNS = ("processes", "compilation cache", *(f"{part} s" for part in PARTS), "
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks startup", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks startup", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=(1, 2, 4), help="numbers of processes")
     parser.add_argument("--quick", action="store_true", help="a smaller experiment, one process, one warm start")
     return parser.parse_args(argv)

@@ -51,7 +51,7 @@ COLUMNS = (
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks step_time", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks step_time", description=__doc__)
     parser.add_argument("--cameras", type=int, nargs="+", choices=(1, 2, 3), help="rows to measure (default: 3 2 1)")
     parser.add_argument("--pairs", type=int, default=15, metavar="N", help="samples of each step (default: 15)")
     text = "the longest prompt: ours has no more, the reference pads to the model's limit (default: the limit)"

@@ -21,7 +21,7 @@ COLUMNS = ("scenes", "steps/s without pictures", "steps/s with pictures", "steps
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks tabletop", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks tabletop", description=__doc__)
     parser.add_argument("--scenes", type=int, nargs="+", default=(1, 16, 128), help="scenes at once")
     parser.add_argument("--image-size", type=int, default=64, help="pixels of both cameras' pictures")
     parser.add_argument("--quick", action="store_true", help="two short rounds of small batches, to check that it runs")

@@ -39,7 +39,7 @@ COLUMNS += (*(f"{kind} GB" for kind in KINDS), "sent GB", "formula GB", "sent / 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Experiment]:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks traffic", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks traffic", description=__doc__)
     parser.add_argument("--strategies", nargs="+", choices=tuple(CUT), help="rows to measure (default: all)")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=(1, 4), metavar="N", help="rows to measure")
     given = {"--quick", "--model", "--experiment"} & set(argv)

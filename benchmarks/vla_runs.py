@@ -50,7 +50,7 @@ COLUMNS = (
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks vla_runs", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks vla_runs", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps, half of them before the resume")
     parser.add_argument("--quick", action="store_true", help="one experiment, four steps, one process, no resume")

@@ -40,7 +40,7 @@ COLUMNS = ("processes", "checkpoint GB", "share of each MB", "seconds", "peak ab
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks weights", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks weights", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the model of `debug`, 2 processes")
     parser.add_argument(
         "--experiment", default=MEDIUM, help="whose model (100 M parameters; pi0_bridge_traj: full pi0)"

@@ -53,7 +53,7 @@ metaworld_mt5_dp = Experiment(
     eval=EvalConfig(
         interval=1_000,
         num_sample_steps=10,
-        closed_loop=ClosedLoop(env=_WORLD, interval=1_000, episodes_per_device=50, num_videos=5),
+        closed_loop=ClosedLoop(env=_WORLD, interval=1_000, execute=8, episodes_per_device=50, num_videos=5),
     ),
 )
 """A diffusion policy from state on five of Meta-World's tasks at once, 20 demonstrations each.

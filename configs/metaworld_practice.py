@@ -40,7 +40,13 @@ metaworld_reach = dataclasses.replace(
         interval=150,
         num_sample_steps=4,
         closed_loop=ClosedLoop(
-            env=_WORLD, interval=450, episodes_per_task=100, max_steps=150, episodes_per_device=50, num_videos=0
+            env=_WORLD,
+            interval=450,
+            episodes_per_task=100,
+            execute=8,
+            max_steps=150,
+            episodes_per_device=50,
+            num_videos=0,
         ),
     ),
 )
@@ -59,6 +65,7 @@ metaworld_rloo = dataclasses.replace(
         num_groups=16,
         group_size=8,
         advantages=AdvantageEstimator(kind="rloo"),
+        execute=8,
         max_steps=150,
         episodes_per_device=128,
     ),

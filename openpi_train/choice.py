@@ -91,6 +91,11 @@ def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))
 
 
+def is_on(experiment: Experiment, source: SourceConfig) -> bool:
+    """Whether this is the experiment's only dataset."""
+    return [dataset.source for dataset in experiment.demonstrations.datasets] == [source]
+
+
 def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
     """The experiment with its only dataset replaced by a LeRobot one, a folder or a name on the hub, as openpi does it.
 
@@ -132,12 +137,14 @@ def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
     if isinstance(model, ExactPolicyConfig):
         dims = {"action_dim": len(first.action_dims), "state_dim": len(first.state_dims)}
         model = dataclasses.replace(model, **dims, cameras=tuple(sorted(first.cameras)))
-    logger.info(
-        "the robot of %s: state %s (%d dims), action %s (%d dims, %s), %g Hz, cameras %s",
-        *(data.datasets[0].source.location, first.state_columns[0], len(first.state_dims), first.action_columns[0]),
-        *(len(first.action_dims), "relative to the state but grippers" if relative else "as recorded", first.rate_hz),
-        ", ".join(f"{slot}: {feature}" for slot, feature in first.cameras.items()) or "none",
-    )
+    for one, robot in zip(data.datasets, robots, strict=True):
+        logger.info(
+            "the robot of %s: state %s (%d dims), action %s (%d dims, %s), %g Hz, cameras %s",
+            *(one.source.location, robot.state_columns[0], len(robot.state_dims), robot.action_columns[0]),
+            *(len(robot.action_dims), "relative to the state but grippers" if relative else "as recorded"),
+            robot.rate_hz,
+            ", ".join(f"{slot}: {feature}" for slot, feature in robot.cameras.items()) or "none",
+        )
     datasets = tuple(
         dataclasses.replace(one, robot=robot, asset_id=None, norm_stats=None)
         for one, robot in zip(data.datasets, robots, strict=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from openpi_train.launch import ahead_of_start
 from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from openpi_train.command_line import TrainFlags
     from openpi_train.data.source import SourceConfig
     from openpi_train.experiment import Experiment
-    from openpi_train.models.language import LanguageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
+        if ahead_of_start.devices() is not None and verb not in _TRAINING:
+            return 0  # nothing is known of it ahead
         return _reported(lambda: VERBS[verb](rest), argv)
     if any(word.partition("=")[0] in _HYDRAS_OPTION for word in argv):
         return _reported(lambda: train_by_hydra(argv), argv)
@@ -74,9 +76,25 @@ def train(name: str, argv: Sequence[str]) -> int:
     from openpi_train.command_line import TrainFlags, parse_known
 
     process, rest = parse_known(TrainFlags, argv, name, add_help=False)
+    from openpi_train.tools import resume_run
+
     if not _wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
         logs.configure(find_world(process, os.environ).process_index)
+        name = resume_run.of_several(name, rest)
     return _run(parse_experiment(name, rest), process)
+
+
+def resume(argv: Sequence[str]) -> int:
+    """`resume RUN`: continue a run as it was started; flags that are given replace its values."""
+    from openpi_train.command_line import Own, TrainFlags, parse_known
+    from openpi_train.tools.requests import ResumeRequest
+
+    kind = tuple[Own[ResumeRequest], Own[TrainFlags]]
+    (request, process), rest = parse_known(kind, argv, "resume", ResumeRequest.__doc__)
+    logs.configure(find_world(process, os.environ).process_index)
+    from openpi_train.tools import resume_run
+
+    return _run(with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run."), process)
 
 
 def train_by_hydra(argv: Sequence[str]) -> int:
@@ -93,6 +111,8 @@ def _run(experiment: "Experiment", process: "TrainFlags") -> int:
     """Train, or with `--dry-run` say what it needs."""
     from openpi_train.training import rehearsal, start
 
+    if (num_devices := ahead_of_start.devices()) is not None:
+        return rehearsal.check_ahead(experiment, num_devices)
     if process.dry_run:
         return rehearsal.dry_run(experiment, process, process.devices_per_process)
     run_guarded(lambda: start.main(experiment, process, process.devices_per_process))
@@ -115,6 +135,8 @@ def posttrain(argv: Sequence[str]) -> int:
     if request.mode == "train":
         return _run(experiment_of(request), process)
     algorithms = tool.algorithms_of(request)
+    if ahead_of_start.devices() is not None:
+        return 0
     tool.prepare_data([experiment_of(dataclasses.replace(request, algorithm=one)) for one in algorithms])
     return 0
 
@@ -145,10 +167,7 @@ def _train_by_yaml(verb: str, request_kind: Any, argv: Sequence[str]) -> int:
 
 
 def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
-    """The experiment with the flags of `argv` applied.
-
-    Exits with code 2 on an unknown flag, naming the closest ones.
-    """
+    """The experiment with the flags of `argv` applied. Exits with code 2 on an unknown flag, naming the closest."""
     from openpi_train.choice import on_mixture, with_rewards
     from openpi_train.command_line import ManyFields, parse_fields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
@@ -169,17 +188,18 @@ def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str
 
 
 def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] = lambda it: it):
-    """The experiment of this name, after `before`, with the flags of `argv` applied.
-
-    Exits with code 2 on an unknown flag, naming the closest ones; raises UnknownName for an unknown experiment.
-    """
+    """The experiment of this name, after `before`, with the flags of `argv` applied. Exits with code 2 on an unknown
+    flag, naming the closest ones; raises UnknownName for an unknown experiment."""
     from openpi_train import choice, registry
 
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields, parse_known
     from openpi_train.experiment import Experiment, of_one_length
+    from openpi_train.interop.huggingface import named_model
+    from openpi_train.models.language_part import language_of
     from openpi_train.optim import named_optimizer
+    from openpi_train.tools import resume_run
 
     wants_help = _wants_help(argv)
     many, argv = parse_known(ManyFields, argv, name, add_help=False)
@@ -194,13 +214,18 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
         """The first dataset of the command line."""
         return source or (choice.source_of(choice.weighted_path(mixture[0])[0]) if mixture else choice.moved(own, argv))
 
-    default = before(registry.load(name, named, any_dims=wants_help or robot is not None))
+    loaded = registry.load(name, named, any_dims=wants_help or robot is not None)
+    recorded = loaded if wants_help else resume_run.going_on(loaded, argv)
+    # Of a run that goes on, what it has recorded of its dataset and its model is not read again.
+    default, goes_on = before(recorded), recorded is not loaded
     if many.deepspeed is not None:
+        from openpi_train.interop.deepspeed.flags import before_given
+
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
-        many, argv = parse_known(ManyFields, _from_deepspeed(many.deepspeed, given), name, add_help=False)
+        many, argv = parse_known(ManyFields, before_given(many.deepspeed, given), name, add_help=False)
     if many.optimizer is not None:
         default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
-    if source is not None:
+    if source is not None and not (goes_on and choice.is_on(default, source)):
         default = choice.on_dataset(default, source)
     if repo_id is not None:
         default = choice.on_repo_id(default, repo_id)
@@ -211,7 +236,10 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
     if env is not None and not wants_help:
         default = _in_environment(default, env)
     if model_path is not None and not wants_help:
-        default = choice.on_model(default, _named_model(model_path, name, argv, default))
+        language = language_of(default.model)
+        if language is None or not goes_on or language.path != model_path:
+            language = named_model(model_path)
+        default = choice.on_model(default, language)
     default = choice.with_rewards(of_one_length(default, argv), argv)
     # Blank lines between lines, which the help would join otherwise.
     about = registry.description(name).replace("\n", "\n\n")
@@ -231,37 +259,8 @@ def _in_environment(experiment: "Experiment", name: str) -> "Experiment":
         return on_env(experiment, environment(name))
 
 
-def _named_model(where: str, name: str, argv: Sequence[str], experiment: "Experiment") -> "LanguageConfig":
-    """The published model at `where`; in a run that goes on, as the run has recorded it: nothing is read again."""
-    from openpi_train.command_line import RunFlags, parse_known
-    from openpi_train.interop.huggingface import named_model
-    from openpi_train.models.language_part import language_of
-    from openpi_train.policy.experiment_json import recorded_experiment
-
-    flags, _ = parse_known(RunFlags, argv, name, add_help=False)
-    if flags.resume:
-        base = flags.checkpoint_base_dir or experiment.checkpoint_base_dir
-        exp_name = flags.exp_name or experiment.exp_name
-        run = dataclasses.replace(experiment, exp_name=exp_name, checkpoint_base_dir=base)
-        recorded = recorded_experiment(run.run_dir, like=experiment)
-        language = None if recorded is None else language_of(recorded.model)
-        if language is not None and language.path == where:
-            return language
-    return named_model(where)
-
-
 def _wants_help(argv: Sequence[str]) -> bool:
     return not {"-h", "--help"}.isdisjoint(argv)
-
-
-def _from_deepspeed(file: str, given: Sequence[str]) -> list[str]:
-    """The flags of a DeepSpeed config, which are logged, followed by the given flags."""
-    from openpi_train.interop.deepspeed.flags import translate_file
-
-    translation = translate_file(file)
-    words = translation.before(given)
-    logger.info("%s, key by key:\n%s", file, translation.report())
-    return words
 
 
 def list_experiments(argv: Sequence[str]) -> int:
@@ -301,9 +300,9 @@ def data(argv: Sequence[str]) -> int:
 
 def launch(argv: Sequence[str]) -> int:
     """`launch local|manual|ssh|slurm|kubernetes`: start the processes of a run."""
-    from openpi_train.launch.forms import main
+    from openpi_train.launch import forms
 
-    return main(list(argv))
+    return forms.main(list(argv))
 
 
 def convert(argv: Sequence[str]) -> int:
@@ -472,6 +471,7 @@ def serve(argv: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "launch": launch,
+    "resume": resume,
     "posttrain": posttrain,
     "ript": ript,
     "vla": vla,
@@ -489,6 +489,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+_TRAINING = ("resume", "posttrain", "ript", "vla")
 # `launch`: the processes of a run may be on other machines.
 _WITHOUT_JAX = ("list", "launch", "runs")
 

@@ -89,6 +89,8 @@ class RunFlags(Request):
     exp_name: str = ""
     checkpoint_base_dir: str | None = None
     resume: bool = False
+    resume_from: str | None = None
+    overwrite: bool = False
 
 
 def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None) -> T:

@@ -19,7 +19,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openpi_train.runtime.own_file import import_file
 
@@ -98,6 +98,22 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
     from openpi_train.choice import ByActionDim
     from openpi_train.experiment import Experiment
 
+    module, experiment, short = _found(name)
+    if isinstance(experiment, ByActionDim):
+        if any_dims:
+            return dataclasses.replace(next(iter(experiment.experiments.values())), name=short)
+        dims, chosen = experiment.choose(name, on)
+        names = [key for key, value in vars(module).items() if value is chosen]
+        short = names[0] if names else f"{short}_{dims}"
+        logger.info("%s: the dataset has %d action dims, so this is %s", name, dims, short)
+        experiment = chosen
+    if not isinstance(experiment, Experiment):
+        raise ValueError(f"{name!r} is a {type(experiment).__name__}, not an Experiment")
+    return dataclasses.replace(experiment, name=short)
+
+
+def _found(name: str) -> tuple[Any, Any, str]:
+    """The module, what it has under this name, and the name in it."""
     if ".py" in name:
         file, _, attribute = name.partition(":")
         _configs_package()  # the file may build upon `openpi_train_configs`
@@ -113,17 +129,20 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
             raise UnknownName(unknown(name, known, "experiment"))
         module = importlib.import_module(f"{_configs_package()}.{known[name].file.stem}")
         experiment, short = getattr(module, name), name
-    if isinstance(experiment, ByActionDim):
-        if any_dims:
-            return dataclasses.replace(next(iter(experiment.experiments.values())), name=short)
-        dims, chosen = experiment.choose(name, on)
-        names = [key for key, value in vars(module).items() if value is chosen]
-        short = names[0] if names else f"{short}_{dims}"
-        logger.info("%s: the dataset has %d action dims, so this is %s", name, dims, short)
-        experiment = chosen
-    if not isinstance(experiment, Experiment):
-        raise ValueError(f"{name!r} is a {type(experiment).__name__}, not an Experiment")
-    return dataclasses.replace(experiment, name=short)
+    return module, experiment, short
+
+
+def alternatives(name: str) -> list[str]:
+    """The experiments that a name stands for, as file.py:name; none if it stands for itself, or is unknown."""
+    from openpi_train.choice import ByActionDim
+
+    if ".py" not in name and name not in entries():
+        return []
+    module, experiment, _ = _found(name)
+    if not isinstance(experiment, ByActionDim):
+        return []
+    several = list(experiment.experiments.values())
+    return [f"{module.__file__}:{key}" for key, value in vars(module).items() if any(value is one for one in several)]
 
 
 def description(name: str) -> str:

@@ -170,11 +170,13 @@ class ChainTraces:
     """Chunks that a policy drew, q queries of an attempt in a row: what it saw, and its chain of denoising steps.
 
     All leaves of `observation` have the axis of queries after the rows'. `noisy` are the actions from the noise to the
-    result (`Chain.noisy` in `sampling/action_sampler.py`).
+    result (`Chain.noisy` in `sampling/action_sampler.py`). `is_executed` marks the values of a chunk that the robot
+    executed: its own dims, of the control steps that took place.
     """
 
     observation: Observation
     noisy: Float[Array, "b q _ h a"]
+    is_executed: Bool[Array, "b q h a"]
     row: Int[Array, " b"]
 
 
@@ -192,16 +194,20 @@ class PracticeBatch:
     """One batch of a policy's own attempts. An attempt is a row of `u` units: tokens, denoising steps.
 
     `traces` is what the policy did, in the form of its law (`sampling/law.py`). `mask` marks the units that count.
-    `log_probs` are those of the policy that acted; of rows that `is_fresh` marks, the policy that acted is the one
-    that learns, and they are not looked at. `values` are those of the critic before it learnt from these attempts,
-    `returns` what it should have said. What an objective does not use is 0. `demonstrations` are chunks of the run's
-    data beside the attempts, n in every row: all leaves are [b, n, ...]; None: there are none.
+    `is_attempt` marks the rows that are more than filler, also those whose units are all masked. `log_probs` are those
+    of the policy that acted, computed as those of the one that learns; of rows that `is_fresh` marks, both are the same
+    policy, and they are not looked at. `sampling_log_probs` are what its sampler computed while it acted.
+    `values` are those of the critic before it learnt from these attempts, `returns` what it should have said. What an
+    objective does not use is 0. `demonstrations` are chunks of the run's data beside the attempts, n in every row: all
+    leaves are [b, n, ...]; None: there are none.
     """
 
     traces: Any
     mask: Bool[Array, "b u"]
+    is_attempt: Bool[Array, " b"]
     advantages: Float[Array, "b u"]
     log_probs: Float[Array, "b u"]
+    sampling_log_probs: Float[Array, "b u"]
     reference_log_probs: Float[Array, "b u"]
     values: Float[Array, "b u"]
     returns: Float[Array, "b u"]

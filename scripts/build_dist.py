@@ -30,6 +30,8 @@ TRIAL = (
     "launch local --processes 2 -- pi0_bridge_traj_tiny --exp-name first_run --overwrite --num-train-steps 4",
 )
 
+LICENCES = ("LICENSE", "NOTICE")
+
 
 class Failed(Exception):
     """What was built is not right, or could not be; the message says what to do."""
@@ -37,7 +39,7 @@ class Failed(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, check and try the distributions of HEAD. Returns 0, or 1 with a message."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for both files (%(default)s)")
     parser.add_argument("--no-trial", action="store_true", help="install nothing: needs no network")
     flags = parser.parse_args(arguments)
@@ -63,7 +65,7 @@ def made(folder: Path, out: Path, *, trial: bool) -> None:
             shutil.copyfile(other, aside)
             raise Failed(f"{one.name} was built twice, and differs: compare {out / one.name} with {aside}")
     sdist, wheel = first
-    if problem := forgotten(wheel, folder / "1" / "source"):
+    if problem := forgotten(wheel, folder / "1" / "source") or unlicensed(sdist, wheel):
         raise Failed(problem)
     _run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)], folder)
     if trial:
@@ -115,6 +117,19 @@ def forgotten(wheel: Path, source: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
     return difference(names, files_of(source))
+
+
+def unlicensed(sdist: Path, wheel: Path) -> str:
+    """What the licence files in both lack: a message, empty if nothing is missing."""
+    with tarfile.open(sdist) as tar, zipfile.ZipFile(wheel) as archive:
+        held = {sdist: tar.getnames(), wheel: archive.namelist()}
+    missing = [
+        f"{name} is not in {file.name}"
+        for name in LICENCES
+        for file, names in held.items()
+        if not any(held_name.rpartition("/")[2] == name for held_name in names)
+    ]
+    return "; ".join(missing)
 
 
 def difference(shipped: Iterable[str], present: Iterable[str]) -> str:

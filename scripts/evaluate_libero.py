@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def flags_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's flags."""
     form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=form)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0], formatter_class=form)
     parser.add_argument("--suite", nargs="+", required=True, choices=list(SUITES), help="suites of tasks")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="file of the results, JSON")
     parser.add_argument("--resume", action="store_true", help="continue what is in --out")

@@ -7,10 +7,8 @@
 #       --master-addr 192.168.1.100 --master-port 12355
 #
 # --help explains the options (openpi_train.launch.distributed_training.py). On a machine without GPUs --gpus counts processes with a CPU
-# device each. Environment: PYTHON (python).
+# device each. Environment: PYTHON (python, or that of .venv).
 set -euo pipefail
 
-# Also from a checkout that is not installed.
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python}" -m openpi_train.launch.distributed_training "$@"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+exec "${PYTHON:-$(command -v python || command -v python3)}" "$here/checkout.py" -m openpi_train.launch.distributed_training "$@"

@@ -6,7 +6,7 @@
 #   HOSTS=node1,node2 ./scripts/launch_multi_node.sh <master address> <hosts> <processes per host> [-- experiment ...]
 #
 # Without an experiment it trains pi0_bridge_traj, continuing a run that is there. Environment: MASTER_PORT (29500),
-# PYTHON (python).
+# PYTHON (python, or that of .venv).
 set -euo pipefail
 
 usage() {
@@ -35,7 +35,8 @@ own_addresses() {
     hostname -I 2>/dev/null || true
 }
 
-launch=("${PYTHON:-python}" -m openpi_train launch)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+launch=("${PYTHON:-$(command -v python || command -v python3)}" "$here/checkout.py" -m openpi_train launch)
 run=(--processes-per-node "$per_host" --master-addr "$master" --master-port "${MASTER_PORT:-29500}" "${dry_run[@]}" -- "$@")
 
 if [ -n "${HOSTS:-}" ]; then

@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """The entry point of the PyTorch post-training tool; a thin door to `python -m openpi_train posttrain`.
 
     python scripts/main.py --config config.yaml --mode train --algorithm sft
@@ -7,11 +7,11 @@ Launchers that set RANK and WORLD_SIZE may start it: torchrun, python -m torch.d
 """
 
 import sys
-from pathlib import Path
 
 if __name__ == "__main__":  # data workers are spawned processes that import this module again
-    # Also from a checkout that is not installed, like `python -m` from its root.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import checkout
+
+    checkout.ready()
     from openpi_train.cli import run
 
     sys.exit(run(["posttrain", *sys.argv[1:]]))

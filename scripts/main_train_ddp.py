@@ -1,14 +1,14 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """The entry point of the PaliGemma VLA's PyTorch trainer; a thin door to `launch local` with the verb `vla`.
 
 python scripts/main_train_ddp.py --config_path configs/vla_config.yaml --world_size 4 --keep_effective_batch_size
 """
 
 import sys
-from pathlib import Path
 
-# Also from a checkout that is not installed, like `python -m` from its root.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.ready()
 
 from openpi_train.launch.vla_training import main
 from openpi_train.runtime.closed_output import quietly

@@ -4,12 +4,12 @@
 #
 #   ./scripts/quick_distributed_test.sh [--dry-run] [options of launch_distributed_training.sh ...]
 #
-# It writes to ./output and goes on with what is there. Environment: PYTHON (python).
+# It writes to ./output and goes on with what is there. Environment: PYTHON (python, or that of .venv).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
-imitation=("${PYTHON:-python}" -m openpi_train tabletop_few --exp-name quick_distributed_test
+python=${PYTHON:-$(command -v python || command -v python3)}
+imitation=("$python" "$here/checkout.py" -m openpi_train tabletop_few --exp-name quick_distributed_test
     --checkpoint-base-dir ./output --resume --num-train-steps 600
     --eval.interval 0 --eval.closed-loop.interval 0 --eval.closed-loop.episodes-per-task 20)
 case " $* " in

@@ -5,7 +5,7 @@
 #   ./scripts/run_ddp_training.sh [GPUs] [config] [experiment name] [options of main_train_ddp.py ...]
 #
 # Without GPUs one process uses all of this host; without a config it is configs/vla_config.yaml. As there, each GPU takes
-# the batch size, unless --keep_effective_batch_size is given. Environment: PYTHON (python).
+# the batch size, unless --keep_effective_batch_size is given. Environment: PYTHON (python, or that of .venv).
 set -euo pipefail
 
 words=()
@@ -21,4 +21,4 @@ for option in --world_size --config_path --experiment_name; do
     words+=("$option" "$1")
     shift
 done
-exec "${PYTHON:-python}" "$(dirname "$0")/main_train_ddp.py" ${words[@]+"${words[@]}"} "$@"
+exec "${PYTHON:-$(command -v python || command -v python3)}" "$(dirname "$0")/main_train_ddp.py" ${words[@]+"${words[@]}"} "$@"

@@ -1,4 +1,4 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """The older tools' way to start a run; a thin door to `python -m openpi_train launch`.
 
     python scripts/run_distributed.py --mode manual --world-size 4 -- pi0_bridge_traj --exp-name x
@@ -19,8 +19,9 @@ import os
 import sys
 from pathlib import Path
 
-# Also from a checkout that is not installed, like `python -m` from its root.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.ready()
 
 from openpi_train.launch import forms, posttraining
 from openpi_train.launch.slurm import RANK_VARIABLES, resumed
@@ -38,7 +39,10 @@ def main(argv: list[str]) -> int:
         if posttraining.is_meant(options):
             return posttraining.main(options, arguments)
         given = _parser().parse_args(options)
+        # Where the guide of the older tool looks for the log (`openpi_train/training/documented_links.py`).
+        os.environ.setdefault("OPENPI_TRAIN_LINKS", "logs/training.log=logs/process_0.log")
         if given.mode == "create_slurm":
+            given.no_check |= not arguments  # the guide's own run, which others replace
             return forms.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
         if given.mode == "slurm":
             return _inside_slurm(given, arguments)
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--num-nodes", type=int, default=1, help="number of hosts (%(default)s)")
     slurm.add_argument("--time-limit", help="as Slurm writes it: 24:00:00")
     slurm.add_argument("--partition")
+    slurm.add_argument("--no-check", action="store_true", help="write the file also if the run would not start")
     slurm.add_argument("--output-dir", default="slurm_scripts", help="for run_slurm.sh and output (%(default)s)")
     return parser
 
@@ -104,6 +109,7 @@ def _create_slurm(given: argparse.Namespace) -> list[str]:
     for name, value in ((name, getattr(given, name)) for name in options):
         words += [f"--{name.replace('_', '-')}", value] if value is not None else []
     words += ["--dry-run"] if given.dry_run else []
+    words += ["--no-check"] if given.no_check else []
     return [str(word) for word in words]
 
 

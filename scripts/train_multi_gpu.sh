@@ -6,8 +6,8 @@
 #
 # The store is data/<task>.zarr (or with a dash for _), else data/<task>-<setting>-<episodes>.zarr; its action dims choose
 # between robot_dp_10, robot_dp_14 and robot_dp_16. The run is called <task>-<setting>-<episodes>_seed<seed>; it goes on
-# where it stopped. As there, each GPU takes the batch size. What follows -- is added. Environment: DATA (data), PYTHON
-# (python), EXPERIMENT (robot_dp).
+# where it stopped; data/outputs/<task>-robot_dp-train_seed<seed>/logs.json.txt leads to its log. As there, each GPU takes the batch size. What follows -- is added. Environment: DATA (data), PYTHON
+# (python, or that of .venv), EXPERIMENT (robot_dp).
 #
 # Without arguments, or with a number of GPUs or an option first, it is the PaliGemma VLA's script of this name:
 # run_ddp_training.sh.
@@ -53,6 +53,9 @@ if [ "$gpus" -gt 1 ]; then
     echo "train_multi_gpu.sh: as there, each of the $gpus GPUs takes the batch size, and the learning rate stays;" \
         "-- --keep-effective-batch-size counts the rows of all GPUs" >&2
 fi
-exec "${PYTHON:-python}" -m openpi_train launch local --processes "$gpus" "${dry_run[@]}" -- \
+# Where the older script had its log.
+export OPENPI_TRAIN_LINKS="$data/outputs/$task-robot_dp-train_seed$seed/logs.json.txt=logs.json.txt"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+exec "${PYTHON:-$(command -v python || command -v python3)}" "$here/checkout.py" -m openpi_train launch local --processes "$gpus" "${dry_run[@]}" -- \
     "${EXPERIMENT:-robot_dp}" --exp-name "${name}_seed$seed" --seed "$seed" --dataset "$store" --resume \
-    --no-keep-effective-batch-size "$@"
+    --no-keep-effective-batch-size --logs-json "$@"

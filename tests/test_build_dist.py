@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -61,6 +62,26 @@ def test_a_wheel_has_the_files_of_its_source_and_no_other(source, tmp_path):
     assert build_dist.forgotten(wheel, source) == ""
     (source / "robot" / "arm" / "__init__.py").unlink()
     assert build_dist.forgotten(wheel, source) == "robot/arm/__init__.py: in the wheel, but not in a package's folder"
+
+
+def test_wheel_and_sdist_hold_the_licence(tmp_path):
+    sdist, wheel = tmp_path / "robot-1.tar.gz", tmp_path / "robot-1-py3-none-any.whl"
+    sdist.write_bytes(packed([(f"robot-1/{name}", 0o644, 0, 0, b"") for name in ("LICENSE", "NOTICE")]))
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("robot-1.dist-info/licenses/LICENSE", "")
+    assert build_dist.unlicensed(sdist, wheel) == f"NOTICE is not in {wheel.name}"
+
+
+def test_the_licence_is_apache_2_and_belongs_to_the_authors():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE", "NOTICE"]
+    assert "Apache License\n                           Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+    assert "Copyright 2026 The openpi_train authors" in (ROOT / "NOTICE").read_text()
+
+
+def test_every_place_that_the_notice_names_exists():
+    named = re.findall(r"\btests/[\w/]+(?:\*|\.json)?", (ROOT / "NOTICE").read_text())
+    assert named and not [name for name in named if not list(ROOT.glob(name))]
 
 
 def test_what_ships_imports_nothing_that_only_a_checkout_has():
@@ -133,6 +154,7 @@ def build_twice(monkeypatch, tmp_path, contents):
     monkeypatch.setattr(build_dist, "built", built)
     monkeypatch.setattr(build_dist, "_output", output)
     monkeypatch.setattr(build_dist, "forgotten", lambda *_: "")
+    monkeypatch.setattr(build_dist, "unlicensed", lambda *_: "")
     monkeypatch.setattr(build_dist, "_run", lambda command, *_: commands.append([str(word) for word in command]))
     code = build_dist.main(["--out", str(tmp_path / "dist"), "--no-trial"])
     return code, {file.name: file.read_bytes() for file in (tmp_path / "dist").iterdir()}, commands

@@ -45,6 +45,7 @@ from openpi_train.tools import (
     plan,
     posttrain,
     report,
+    resume_run,
     stats,
 )
 from openpi_train.tools import data as data_tool
@@ -149,6 +150,9 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     places = {start: ["main"], rehearsal: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
     places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"], list_runs: ["main"]}
+    monkeypatch.setattr(
+        resume_run, "experiment_of", lambda _: dataclasses.replace(registry.load("debug"), exp_name="x")
+    )
     monkeypatch.setattr(plugin, "set_environment", lambda *_: [])
     places |= {verb: ["run"] for verb in typing.get_args(data_tool.AnyDataRequest)}
     monkeypatch.setattr(huggingface, "named_model", lambda where: dataclasses.replace(_NAMED, path=where))

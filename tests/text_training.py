@@ -78,6 +78,7 @@ def attempts(texts, seed):
         for name, scale, shift in (
             ("advantages", 1, 0),
             ("log_probs", 0.2, -3),
+            ("sampling_log_probs", 0.2, -3),
             ("reference_log_probs", 0.2, -3),
             ("values", 1, 0),
             ("returns", 1, 0),
@@ -86,6 +87,7 @@ def attempts(texts, seed):
     return PracticeBatch(
         traces=TokenTraces(texts=texts, num_tokens=jnp.full(len(texts.row), VOCABULARY)),
         mask=jnp.asarray(mask),
+        is_attempt=jnp.asarray(np.asarray(texts.weights).any(axis=1)),
         is_fresh=jnp.asarray(random.integers(0, 2, len(texts.row)) > 0),
         **units,
     )

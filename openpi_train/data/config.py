@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from openpi_train.data.interface import Data, OpenedData, OpeningRequest
+from openpi_train.data.mixed_robots import Difference, differences
 from openpi_train.data.mixture import shares_in_words
 from openpi_train.data.model import RowModel
 from openpi_train.data.normalize import Form
@@ -36,6 +37,9 @@ class Dataset:
     norm_stats: str | None = None
     # One instruction for all episodes, instead of the recorded ones.
     prompt: str | None = None
+    # Leave out episodes without an instruction, and give blank steps of others that of a step beside them. None: for
+    # Bridge, Droid and OpenX. With a `prompt` no episode is without.
+    skip_unlabeled: bool | None = None
     # Held-out episodes are those of this dataset, with the same robot, instead of a fraction of this one's.
     validation: Annotated[SourceConfig | None, tyro.conf.AvoidSubcommands] = None
 
@@ -65,6 +69,8 @@ class DataConfig(Data):
     tokenizer: str = "google/paligemma-3b-pt-224"
     # Maximum number of text lengths of batches, chosen from the instructions; each is compiled separately.
     text_lengths: int = at_least(1, 3)
+    # What robots of a mixture may differ in: the dims of actions, or of states, by name and order; the control rate.
+    may_differ: tuple[Difference, ...] = ()
     # Never access the hub (HF_HUB_OFFLINE=1 does the same).
     offline: bool = False
     # Norm stats of datasets with more samples than this are computed from this many, evenly spread.
@@ -89,6 +95,12 @@ class DataConfig(Data):
             problems.append(
                 f"--data.validation-fraction {self.validation_fraction} must lie in [0, 1); 0 holds nothing out"
             )
+        for number, dataset in enumerate(self.datasets):
+            try:
+                _ = dataset.robot.delta_mask
+            except ValueError as error:
+                problems.append(f"--data.datasets.{number}: {error}")
+        problems += differences([(one.asset, one.robot) for one in self.datasets], self.may_differ)
         return problems
 
     def check_dims(self, model: RowModel) -> None:

@@ -1,6 +1,7 @@
 """Data loading: workers make this process's rows, and one global array is assembled per entry, one step ahead.
 
-The feed's only state is the step: the batch at a step is a function of the step, so `seek` is an assignment.
+The feed's only state is the step and the number of rows before it: they say which rows follow, so `seek` is an
+assignment. The rows before a step are `batch_size` times the step, unless the run went on with another batch size.
 Read next: `rows.py`, which makes the rows, and `training/loop.py`, which consumes the batches.
 """
 
@@ -65,6 +66,8 @@ class RowFeed(Feed):
         self._num_workers = 0 if num_workers == "auto" else num_workers
         self._tuner: WorkerTuner | None = None
         self._step = self._tuned_step = 0
+        # The step that this start continues from, and the rows of all steps up to it.
+        self._began_at = (0, 0)
         self._iterator: Any = None
         self._ahead: concurrent.futures.Future | None = None
         self._transfer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="feed")
@@ -110,7 +113,7 @@ class RowFeed(Feed):
     def batch(self, step: int) -> Any:
         """The batch of any step, made in this thread; the position is unchanged. For evaluation on fixed rows."""
         try:
-            element = LocalBatches(self._rows, self._batch_size, self._row_numbers)[step]
+            element = LocalBatches(self._rows, self._batch_size, self._row_numbers, self._rows_before(step))[0]
         except (ValueError, BadRecord) as error:
             raise DataError(str(error)) from error
         self._count(element["skipped"])
@@ -133,31 +136,48 @@ class RowFeed(Feed):
 
     def position(self) -> dict[str, Any]:
         files = {"files": dict(self._rows.sources)} if self._rows.sources else {}
-        return {"step": self._step, "batch_size": self._batch_size, "data": self._rows.identity, **files}
+        rows_before = self._rows_before(self._step)
+        # Runs that have had one batch size have no entry.
+        seen = {} if rows_before == self._step * self._batch_size else {"rows": rows_before}
+        return {"step": self._step, "batch_size": self._batch_size, **seen, "data": self._rows.identity, **files}
 
     def seek(self, position: dict[str, Any]) -> None:
-        present = {**self.position(), "step": position["step"], "files": None}
-        changed = differences({**position, "files": None}, present)
+        changed = differences({"data": position["data"]}, {"data": self._rows.identity})
         if changed:
             raise ValueError(
                 "the data position belongs to other data than this run's, so its rows cannot be continued:\n  "
                 + "\n  ".join([*changed, *changed_files(position.get("files"), self._rows.sources)])
                 + "\nrestore these settings, or start a new run from the checkpoint's weights"
             )
+        rows_before = rows_of(position)
+        if position["batch_size"] != self._batch_size:
+            logger.info(
+                "data: the run had batches of %d rows and goes on with %d, behind the %d rows that it has seen",
+                *(position["batch_size"], self._batch_size, rows_before),
+            )
         self._stop_reading()
         self._step = self._tuned_step = int(position["step"])
+        self._began_at = (self._step, rows_before)
 
     def rows(self, step: int) -> list[str]:
-        """Dataset, file, episode and control step of every row of the global batch at `step`."""
-        return self._rows.describe(step * self._batch_size + np.arange(self._batch_size))
+        """Dataset, file, episode and control step of every row of the global batch at `step`; empty if it may have had
+        another size."""
+        if step < self._began_at[0] and self._rows_before(0):
+            return []
+        return self._rows.describe(self._rows_before(step) + np.arange(self._batch_size))
 
     def proportions(self) -> dict[str, float]:
         """Each dataset's share of all rows up to the current step; at step 0, of the first batch."""
-        return self._rows.proportions(max(1, self._step) * self._batch_size)
+        return self._rows.proportions(self._rows_before(self._step) or self._batch_size)
 
     def close(self) -> None:
         self._stop_reading()
         self._transfer.shutdown()
+
+    def _rows_before(self, step: int) -> int:
+        """The number of rows of all steps before this one."""
+        first_step, rows_before = self._began_at
+        return rows_before + (step - first_step) * self._batch_size
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -175,7 +195,7 @@ class RowFeed(Feed):
         return self._on_devices(element["columns"]), element["skipped"]
 
     def _start_reading(self, start: int) -> Any:
-        source = LocalBatches(self._rows, self._batch_size, self._row_numbers, start)
+        source = LocalBatches(self._rows, self._batch_size, self._row_numbers, self._rows_before(start))
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         threads = max(1, threads // self._num_workers) if self._num_workers else threads
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_BATCHES_AHEAD, threads))
@@ -210,7 +230,7 @@ class RowFeed(Feed):
         """CPU seconds that one thread needs for this process's rows of a batch, measured on rows already read."""
         numbers = self._row_numbers[:_MEASURED_ROWS]
         began = time.thread_time()
-        self._rows.batch(max(self._step - 1, 0) * self._batch_size + numbers)
+        self._rows.batch(self._rows_before(max(self._step - 1, self._began_at[0])) + numbers)
         return (time.thread_time() - began) * len(self._row_numbers) / len(numbers)
 
     def _on_devices(self, columns: dict[str, np.ndarray]) -> Any:
@@ -227,6 +247,11 @@ class RowFeed(Feed):
         for message in skipped:
             self.bad_records += 1
             logger.warning("bad record %d, row replaced: %s", self.bad_records, message)
+
+
+def rows_of(position: Mapping[str, Any]) -> int:
+    """The number of rows that a run has seen at this `position` of its `RowFeed`."""
+    return int(position.get("rows", position["step"] * position["batch_size"]))
 
 
 def changed_files(saved: Mapping[str, str] | None, present: Mapping[str, str]) -> list[str]:

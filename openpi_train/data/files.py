@@ -8,11 +8,14 @@ import socket
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from openpi_train.data.damage import raise_if_system
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError that names no file, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically, creating its folder."""
     with replacing(path) as file:
@@ -51,13 +65,17 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def is_whole_npz(path: Path) -> bool:
-    """Whether the npz file is there and undamaged, by its CRCs; a damaged one is named in a warning."""
+    """Whether the npz file is there and undamaged, by its CRCs; a damaged one is named in a warning.
+
+    Raises OSError if the system cannot read it.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except FileNotFoundError:
         return False
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        raise_if_system(error, path)
         damaged = str(error)
     if damaged:
         logger.warning("%s is damaged (%s): it is made again", path, damaged)
@@ -80,8 +98,29 @@ def json_text(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value that `write_json` wrote. Raises OSError or ValueError if it cannot be read."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value of a JSON file, with or without a byte order mark. Raises OSError, or ValueError if it is not JSON."""
+    with naming(path):
+        return json.loads(path.read_bytes())
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The number of each line that is not blank, from 1, and its value. Raises OSError, ValueError naming the line."""
+    for number, line in lines_of(path):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); mend or remove it") from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    r"""The number of each line that is not blank, from 1, and the line, for `json.loads`, which knows byte order marks.
+
+    Lines end at \n alone: U+2028, U+0085 and others at which `str.splitlines` divides may stand inside JSON's texts.
+    """
+    with path.open("rb") as file, naming(path):
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line
 
 
 def claim(folder: Path, plan: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from openpi_train.data.findings import Finding
 from openpi_train.data.source import Source
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -25,6 +26,42 @@ def image_size(data: bytes) -> tuple[int, int]:
         return int(height), int(width)
     with _opened(data) as picture:
         return picture.height, picture.width
+
+
+def pixel_mode(data: bytes) -> str:
+    """Pillow's mode of an encoded picture, from its header: "RGB", "L" (grey), "I;16" (16 bits). Raises ValueError."""
+    if data[:3] == _JPEG_MAGIC:
+        return "L" if simplejpeg.decode_jpeg_header(data)[2].lower() == "gray" else "RGB"
+    with _opened(data) as picture:
+        return picture.mode
+
+
+def is_deep(mode: str) -> bool:
+    """Whether a picture has more than 8 bits per pixel in one channel, as depth has."""
+    return mode.startswith(("I", "F"))
+
+
+def is_grey(mode: str) -> bool:
+    """Whether a picture has one channel of at most 8 bits."""
+    return mode in ("1", "L", "LA")
+
+
+def says_depth(camera: str) -> bool:
+    """Whether a camera's name says that it is depth, which is only a hint."""
+    return "depth" in camera.lower()
+
+
+def grey_camera(camera: str, where: str) -> Finding:
+    """The finding that a camera has pictures of one channel."""
+    return Finding(
+        kind="grey camera",
+        count=1,
+        unit="cameras",
+        where=where,
+        what=f"{camera}, by its first picture",
+        training="its channel is red, green and blue",
+        remedy="If it is depth, give the robot's cameras without it",
+    )
 
 
 def decode_into(data: bytes, out: np.ndarray) -> None:
@@ -40,7 +77,7 @@ def decode_into(data: bytes, out: np.ndarray) -> None:
         simplejpeg.decode_jpeg(data, colorspace="RGB", buffer=out)
         return
     with _opened(data) as picture:
-        if picture.mode.startswith(("I", "F")):
+        if is_deep(picture.mode):
             raise ValueError(f"the picture has pixel mode {picture.mode!r}, not 8 bits per channel")
         try:
             out[...] = np.asarray(picture.convert("RGB"))

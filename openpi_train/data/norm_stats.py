@@ -1,7 +1,8 @@
 """Computation of norm stats from columns alone: no image is decoded, so all of BridgeData takes minutes.
 
-Two passes over the training windows, in blocks: sums and extremes, then centred squares (so that mean and std are
-exact) and a histogram for the quantiles. `Asset` caches the result. Read next: `normalize.py` for the guard.
+Two passes over the training windows, in blocks: sums, extremes and a coarse count of values, then centred squares (so
+that mean and std are exact) and a fine count where the quantiles are (so that they are). `Asset` caches the result.
+Read next: `normalize.py` for the guard.
 """
 
 import dataclasses
@@ -10,22 +11,27 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from openpi_train.data import files, order
 from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.findings import Finding, report
 from openpi_train.data.normalize import FILE_NAME, NormStats, guard, read_norm_stats, write_norm_stats
 from openpi_train.data.progress import Progress
+from openpi_train.data.spikes import find_spikes
 from openpi_train.data.windows import Windows
 
 logger = logging.getLogger(__name__)
 
 # Increase it when the computation changes, so that cached stats are computed again.
-_VERSION = 1
-_BINS = 1 << 16
+_VERSION = 2
+_HALF = 1 << 16
+# Share of the values at each end that may be spikes; in small datasets that of two samples, up to the second.
+_OUTERMOST, _MOST_OUTERMOST = 5e-4, 9e-3
 _BLOCK_VALUES = 1 << 21
 # Files beside openpi's: what it was computed from, and a copy of it if somebody edited it.
 _DETAILS, _EDITED = "norm_stats.details.json", "norm_stats.edited.json"
@@ -36,41 +42,82 @@ Noted = tuple[dict[str, NormStats], dict[str, dict[str, str]]]
 Stream = tuple[float, Callable[[], Iterable[np.ndarray]]]
 
 
-def summarize(streams: Sequence[Stream]) -> NormStats:
-    """Weighted statistics of all rows: population std; q01 and q99 to 1/65536 of the range.
+def summarize(streams: Sequence[Stream], outermost: float = _OUTERMOST) -> NormStats:
+    """Weighted statistics of all rows: population std; quantiles exact in float32.
 
-    A quantile is the smallest value whose cumulative weight reaches the given share.
+    A quantile is the smallest value whose cumulative weight reaches the given share. It is found in two steps, whatever
+    the range: numbers are counted by the upper half of their float32 bits, then those of the half that holds the
+    quantile by the lower one.
+
+    Args: `outermost` is the share of the values at each end that `most_low` and `most_high` leave out.
     """
     count, total, low, high = 0.0, 0.0, np.array(np.inf), np.array(-np.inf)
+    levels = np.array([outermost, 0.01, 0.99, 1 - outermost])
+    upper: Any = 0.0
     for weight, blocks in streams:
+        counted: Any = 0
         for block in blocks():
             count += weight * len(block)
             total += weight * block.sum(axis=0, dtype=np.float64)
             low, high = np.minimum(low, block.min(axis=0)), np.maximum(high, block.max(axis=0))
+            counted = counted + _histogram(_halves(block)[..., 1])
+        upper = upper + weight * counted
     if not count:
         raise ValueError("norm stats of no data: the training split has no samples")
     if not np.isfinite(total).all():
         raise ValueError(f"the columns hold NaN or infinity in dims {np.flatnonzero(~np.isfinite(total)).tolist()}")
     low, high, mean = low.astype(np.float64), high.astype(np.float64), np.asarray(total) / count
-    squares, histogram = np.zeros_like(mean), np.zeros((len(mean), _BINS))
-    scale = _BINS / np.where(high > low, high - low, 1.0)
-    row = np.arange(len(mean)) * _BINS
+    # Shares below each half, and the halves that hold the quantiles, [levels, dims].
+    share = np.cumsum(upper, axis=1) / count
+    halves = np.stack([_reached(share, level) for level in levels])
+    below = np.take_along_axis(share - upper / count, halves.T, axis=1).T
+    squares, lower = np.zeros_like(mean), np.zeros((len(levels), len(mean), _HALF))
     for weight, blocks in streams:
+        counts = [np.zeros((len(mean), _HALF), np.int64) for _ in levels]
         for block in blocks():
             squares += weight * np.square(block - mean).sum(axis=0)
-            bins = np.minimum(((block - low) * scale).astype(np.int64), _BINS - 1)
-            filled = np.bincount((bins + row).ravel(), minlength=histogram.size)
-            histogram += weight * filled.reshape(histogram.shape)
-    share = np.cumsum(histogram, axis=1) / count
-
-    def quantile(level: float) -> np.ndarray:
-        # The tolerance is for rounding: a share of exactly the level must count as reached.
-        reached = np.argmax(share >= level - 1e-12, axis=1)
-        return low + reached / scale
-
+            parts = _halves(block)
+            for number, half in enumerate(halves):
+                rows, dims = np.nonzero(parts[..., 1] == half)
+                np.add.at(counts[number], (dims, parts[rows, dims, 0]), 1)
+        lower += weight * np.stack(counts)
+    found = [
+        _number(_reached(start[:, None] + np.cumsum(within, axis=1) / count, level), half)
+        for half, start, within, level in zip(halves, below, lower, levels, strict=True)
+    ]
+    # Values that float32 does not have are rounded there, and must not leave the range.
+    most_low, q01, q99, most_high = (np.clip(value, low, high) for value in found)
     return NormStats(
-        mean=mean, std=np.sqrt(squares / count), q01=quantile(0.01), q99=quantile(0.99), low=low, high=high
-    )
+        mean=mean, std=np.sqrt(squares / count), q01=q01, q99=q99, low=low, high=high,
+        most_low=most_low, most_high=most_high,
+    )  # fmt: skip
+
+
+def _halves(values: np.ndarray) -> np.ndarray:
+    """The lower and the upper half of each number's float32 bits, in the order of the numbers, uint16 [..., 2]."""
+    with np.errstate(over="ignore"):
+        bits = (values.astype(np.float32, order="C") + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    # Negative numbers inverted, others behind them.
+    bits ^= -(bits >> 31) | np.uint32(1 << 31)
+    return bits.astype("<u4", copy=False).view("<u2").reshape(*values.shape, 2)
+
+
+def _number(lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
+    """The inverse of `_halves`, float64."""
+    bits = ((upper << 16) | lower).astype(np.uint32)
+    return np.where(bits >> 31, bits ^ np.uint32(1 << 31), ~bits).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _histogram(halves: np.ndarray) -> np.ndarray:
+    """How often each half occurs in each dim, int64 [dims, 65536]; `halves` uint16 [rows, dims]."""
+    dims = halves.shape[1]
+    return np.bincount((halves + np.arange(dims) * _HALF).ravel(), minlength=dims * _HALF).reshape(dims, _HALF)
+
+
+def _reached(share: np.ndarray, level: float) -> np.ndarray:
+    """The first place of each dim where the cumulative share reaches the level, int64 [dims]."""
+    # The tolerance is for rounding: a share of exactly the level must count as reached.
+    return np.argmax(share >= level - 1e-12, axis=1)
 
 
 def compute_norm_stats(windows: Sequence[Windows], weights: Sequence[float], max_samples: int) -> Noted:
@@ -82,19 +129,26 @@ def compute_norm_stats(windows: Sequence[Windows], weights: Sequence[float], max
     Returns: the stats, and notes per array and dim name on what was widened.
     """
     raw: dict[str, NormStats] = {}
+    outermost = _outermost([len(_chosen(len(window), max_samples)) for window in windows], weights)
     for name, walk in (("state", _states), ("actions", _actions)):
         streams: list[Stream] = []
         for window, weight in zip(windows, weights, strict=True):
             chosen = _chosen(len(window), max_samples)
             streams.append((weight / max(1, len(chosen)), lambda walk=walk, w=window, c=chosen: walk(w, c)))
         try:
-            raw[name] = summarize(streams)
+            raw[name] = summarize(streams, outermost)
         except ValueError as error:
             raise ValueError(f"{name}: {error}{_first_not_finite(windows, name)}") from error
     robot = windows[0].robot
     names = {"state": robot.state_names, "actions": robot.action_names}
     guarded = {name: guard(stats, names[name]) for name, stats in raw.items()}
     return {name: stats for name, (stats, _) in guarded.items()}, {name: notes for name, (_, notes) in guarded.items()}
+
+
+def _outermost(sizes: Sequence[int], weights: Sequence[float]) -> float:
+    """The share of values at each end that may be spikes: two samples' of each dataset, or 1 in 2000."""
+    largest = max(2 * weight / max(1, size) for size, weight in zip(sizes, weights, strict=True)) / sum(weights)
+    return min(max(_OUTERMOST, largest), _MOST_OUTERMOST)
 
 
 def _first_not_finite(windows: Sequence[Windows], name: str) -> str:
@@ -151,6 +205,7 @@ class Asset:
         elif self.given is None:
             logger.info("norm stats: using %s", self.folder / FILE_NAME)
         stats, notes = known
+        report(self.name, self.spikes(stats))
         for array, dims in notes.items():
             if dims:
                 listed = ", ".join(f"{dim} ({text})" for dim, text in dims.items())
@@ -161,6 +216,26 @@ class Asset:
     def compute(self) -> Noted:
         """The stats of these data, and notes on what was widened."""
         return compute_norm_stats(self.windows, self.weights, self.max_samples)
+
+    def spikes(self, stats: Mapping[str, NormStats]) -> list[Finding]:
+        """The spikes of these data, whose stats these are; those that `store` has written are not sought again."""
+        if self.given is not None:
+            return []
+        stored = self._details()
+        if stored is not None and stored["fingerprint"] == self._fingerprint():
+            return [Finding.from_json(one) for one in stored["spikes"]]
+        return [
+            finding
+            for name in ("state", "actions")
+            for window in self.windows
+            for finding in find_spikes(
+                window,
+                _blocks(window, _chosen(len(window), self.max_samples), window.shape.horizon),
+                name,
+                self.dims[name],
+                stats[name],
+            )
+        ]
 
     def known(self) -> Noted | None:
         """The given stats, or those cached in the folder; None if the folder has none for these data.
@@ -173,8 +248,10 @@ class Asset:
         """Write the result of `compute`, with the fingerprint of what it was computed from."""
         stats, notes = computed
         extremes = {name: [entry.low, entry.high] for name, entry in stats.items()}
+        spikes = [finding.as_json() for finding in self.spikes(stats)]
         written = write_norm_stats(self.folder, stats).read_bytes()
         details = {"fingerprint": self._fingerprint(), "extremes": extremes, "notes": notes, "sha256": _sha256(written)}
+        details["spikes"] = spikes
         # Written last: a folder without it, or with an older one, counts as not computed.
         files.write_text(self.folder / _DETAILS, json.dumps(details, indent=2, default=np.ndarray.tolist))
 
@@ -190,16 +267,8 @@ class Asset:
         return stats, notes
 
     def _kept(self) -> Noted | None:
-        kept, path = self.folder / FILE_NAME, self.folder / _DETAILS
-        if not path.is_file() or not kept.is_file():
-            return None
-        try:
-            details = files.read_json(path)
-            missing = {"fingerprint", "extremes", "notes", "sha256"} - details.keys()
-            if missing:
-                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        except (ValueError, AttributeError) as error:
-            logger.warning("norm stats: %s cannot be read (%s); computing them again", path, error)
+        kept, details = self.folder / FILE_NAME, self._details()
+        if details is None or not kept.is_file():
             return None
         if details["fingerprint"] != self._fingerprint():
             logger.info("norm stats: the data or its settings changed since %s was written", kept)
@@ -218,14 +287,30 @@ class Asset:
         }
         return stats, details["notes"]
 
+    def _details(self) -> dict[str, Any] | None:
+        """What `store` has written beside the stats; None if there is nothing, or it cannot be read."""
+        path = self.folder / _DETAILS
+        if not path.is_file():
+            return None
+        try:
+            details = files.read_json(path)
+            missing = {"fingerprint", "extremes", "notes", "sha256", "spikes"} - details.keys()
+            if missing:
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        except (ValueError, AttributeError) as error:
+            logger.warning("norm stats: %s cannot be read (%s); computing them again", path, error)
+            return None
+        return details
+
     def _fingerprint(self) -> str:
         """A digest of what the stats depend on; of the weights only the ratio matters."""
         shares = [f"{weight / sum(self.weights):.12g}" for weight in self.weights]
         parts = [
             [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
+            + (["skip_unlabeled"] if w.unlabeled.any() else [])
             for w, share in zip(self.windows, shares, strict=True)
         ]
-        return _sha256(json.dumps([_VERSION, _BINS, self.max_samples, parts]).encode())
+        return _sha256(json.dumps([_VERSION, self.max_samples, parts]).encode())
 
 
 def assets(config: DataConfig, windows: Sequence[Windows], folder: str | Path) -> list[Asset]:

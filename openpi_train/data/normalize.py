@@ -1,8 +1,9 @@
 """Normalisation: norm stats, the normalisation methods, the guard against degenerate dims, and openpi's file format.
 
 The file and two methods are openpi's (`shared/normalize.py`, `transforms.py` of Physical-Intelligence/openpi), so
-checkpoints and assets can be exchanged in both directions; openpi ignores `min` and `max`, which our files also hold.
-`min_max` is diffusion policy's (`model/common/normalizer.py` of real-stanford/diffusion_policy, mode "limits").
+checkpoints and assets can be exchanged in both directions; openpi ignores `min`, `max`, `most_min` and `most_max`,
+which our files also hold. `min_max` is diffusion policy's (`model/common/normalizer.py` of
+real-stanford/diffusion_policy, mode "limits").
 
 Read next: `norm_stats.py`, which computes them from columns.
 """
@@ -35,7 +36,8 @@ _LEAST_OF_TYPICAL = 1e-3
 class NormStats:
     """Statistics per dim of one array (`state` or `actions`): float64 [dims] each.
 
-    `low` and `high` are the extremes, None if a file does not have them.
+    `low` and `high` are the extremes; `most_low` and `most_high` those of all but the outermost few values, mostly 1 in
+    1000 (`norm_stats.py`). None if a file does not have them.
     """
 
     mean: np.ndarray
@@ -44,6 +46,8 @@ class NormStats:
     q99: np.ndarray
     low: np.ndarray | None = None
     high: np.ndarray | None = None
+    most_low: np.ndarray | None = None
+    most_high: np.ndarray | None = None
 
 
 Stats = Mapping[str, NormStats]
@@ -94,8 +98,9 @@ def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, 
     """The stats with degenerate dims widened, and a note for each such dim.
 
     A joint that rests in 98 of 100 steps has q01 = q99, and its motions would become targets in the thousands
-    (openpi#814). Its quantile range is replaced by its full range; a std or range that is still tiny compared with
-    those of the other dims is raised to a minimum.
+    (openpi#814). Its quantile range is replaced by its full range, without spikes; a std or range that is still tiny
+    compared with those of the other dims is raised to a minimum. A dim that moves, and of which only a few values lie
+    far outside (`spiked`), is left as it is: its full range would leave nothing of its motion.
     """
     if len(names) != len(stats.mean):
         raise ValueError(f"mismatched norm stats: {len(stats.mean)} dims for {len(names)} named ({', '.join(names)})")
@@ -106,7 +111,7 @@ def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, 
             notes.setdefault(names[dim], []).append(text.format(values[dim]))
 
     std, q01, q99 = stats.std, stats.q01, stats.q99
-    low, high = (q01, q99) if stats.low is None or stats.high is None else (stats.low, stats.high)
+    low, high = _range(stats)
     rare = (q99 - q01) < _LEAST_QUANTILE_RANGE_OF_RANGE * (high - low)
     note(rare, "q99 - q01 = {:.2g}: replaced by the full range", q99 - q01)
     q01, q99 = np.where(rare, low, q01), np.where(rare, high, q99)
@@ -125,6 +130,32 @@ def guard(stats: NormStats, names: Sequence[str]) -> tuple[NormStats, dict[str, 
     return dataclasses.replace(stats, std=std, q01=q01, q99=q99), {dim: "; ".join(text) for dim, text in notes.items()}
 
 
+def spiked(stats: NormStats) -> np.ndarray:
+    """Per dim, whether a few values lie so far outside that its full range says nothing of the others, bool [dims].
+
+    Decided by how many they are: at most 1 in 1000. A dim whose other values are nearly constant is not spiked, since
+    the few are all its motion, such as of a gripper that closes once.
+    """
+    if stats.low is None or stats.high is None or stats.most_low is None or stats.most_high is None:
+        return np.zeros(len(stats.mean), bool)
+    quantiles, most, full = stats.q99 - stats.q01, stats.most_high - stats.most_low, stats.high - stats.low
+    seldom_moves = quantiles < _LEAST_QUANTILE_RANGE_OF_RANGE * most
+    nearly_constant = quantiles < _LEAST_OF_TYPICAL * _typical(quantiles)
+    beyond_quantiles = quantiles < _LEAST_QUANTILE_RANGE_OF_RANGE * full
+    beyond_motions = most < _LEAST_QUANTILE_RANGE_OF_RANGE * full
+    return np.where(seldom_moves, beyond_motions, beyond_quantiles & ~nearly_constant)
+
+
+def _range(stats: NormStats) -> tuple[np.ndarray, np.ndarray]:
+    """The extremes of each dim, without spikes; those of the quantiles if nothing else is known."""
+    if stats.low is None or stats.high is None:
+        return stats.q01, stats.q99
+    if stats.most_low is None or stats.most_high is None:
+        return stats.low, stats.high
+    few = spiked(stats)
+    return np.where(few, stats.most_low, stats.low), np.where(few, stats.most_high, stats.high)
+
+
 def _typical(scale: np.ndarray) -> float:
     moving = scale[scale > 0]
     # If nothing moves at all, 1 / fraction makes the minimum 1: every value is then normalised to about 0.
@@ -141,8 +172,8 @@ def read_norm_stats(path: str | Path) -> dict[str, NormStats]:
     if not path.is_file():
         raise FileNotFoundError(f"no norm stats at {path}; give a {FILE_NAME}, or none to have them computed")
     try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not a norm_stats.json: {type(error).__name__}: {error}") from error
     return parse_norm_stats(content, str(path))
 
@@ -157,9 +188,9 @@ def parse_norm_stats(content: Any, where: str) -> dict[str, NormStats]:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} is not a norm_stats.json: {type(error).__name__}: {error}") from error
     for name, entry in stats.items():
-        given = (entry.mean, entry.std, entry.q01, entry.q99, entry.low, entry.high)
+        given = [getattr(entry, field) for field in _PUBLIC.values()]
         if len({len(values) for values in given if values is not None}) != 1:
-            raise ValueError(f"{where}: mean, std, q01, q99, min and max of {name} differ in width")
+            raise ValueError(f"{where}: {', '.join(_PUBLIC)} of {name} differ in width")
         if not (np.isfinite(entry.mean).all() and np.isfinite(entry.std).all()):
             raise ValueError(f"{where}: mean or std of {name} holds NaN or infinity; give none to have them computed")
     return stats
@@ -182,6 +213,7 @@ def norm_stats_json(stats: Stats) -> dict[str, Any]:
 
 
 _PUBLIC = {"mean": "mean", "std": "std", "q01": "q01", "q99": "q99", "min": "low", "max": "high"}
+_PUBLIC |= {"most_min": "most_low", "most_max": "most_high"}
 
 
 def _from_json(entry: Mapping[str, Sequence[float] | None]) -> NormStats:

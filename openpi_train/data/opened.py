@@ -15,6 +15,7 @@ from openpi_train.data import places
 from openpi_train.data.chunk_tokens import chunk_tokens
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest, RowSpec
+from openpi_train.data.mixed_robots import of_rates
 from openpi_train.data.model import RowModel
 from openpi_train.data.norm_stats import assets
 from openpi_train.data.normalize import Form, NormStats, norm_stats_json
@@ -106,6 +107,7 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     model: RowModel = request.model
     config.check_dims(model)
     length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])
+    _report_blank(config, windows, reads_text=model.reads_text)
     data = open_data(
         config,
         shape=model.window,
@@ -256,17 +258,36 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
     def opened(source: SourceConfig) -> Source:
         return (source.skipping_bad_records() if skip else source).open()
 
+    sources = [opened(dataset.source) for dataset in config.datasets]
+    _check_rates(config, sources)
     return [
         Windows(
-            source=opened(dataset.source),
+            source=source,
             robot=dataset.robot,
             shape=shape,
             validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
             prompt=dataset.prompt,
+            skip_unlabeled=dataset.skip_unlabeled,
             held_out=None if dataset.validation is None else opened(dataset.validation),
         )
-        for dataset in config.datasets
+        for dataset, source in zip(config.datasets, sources, strict=True)
     ]
+
+
+def _check_rates(config: DataConfig, sources: Sequence[Source]) -> None:
+    """Warn of datasets with another control rate than their robots'. Raises ValueError if a mixture's differ."""
+    rates = [(one, source.recorded_hz) for one, source in zip(config.datasets, sources, strict=True)]
+    known = [(one.asset, one.robot.control_hz, rate_hz) for one, rate_hz in rates if rate_hz is not None]
+    for name, robot_hz, rate_hz in known:
+        if any(of_rates("", "", robot_hz, rate_hz)):
+            logger.warning(
+                "%s says %g control steps per second, and its robot %g: chunks are of the dataset's, and what runs the "
+                "policy takes the robot's", name, rate_hz, robot_hz,
+            )  # fmt: skip
+    if "rate" not in config.may_differ:
+        for name, _, rate_hz in known[1:]:
+            for problem in of_rates(name, known[0][0], known[0][2], rate_hz):
+                raise ValueError(problem)
 
 
 def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
@@ -305,6 +326,8 @@ def _identity(
             "robot": repr(dataset.robot),
             "weight": dataset.weight,
             "prompt": dataset.prompt,
+            # Only where it changes the rows: earlier runs had no such choice.
+            **({"skip_unlabeled": True} if window.prompt_index is not window.source.prompt_index else {}),
             "norm_stats": None if dataset.norm_stats is None else _digest(stats[dataset.asset]),
         }
         for window, dataset in members
@@ -319,6 +342,26 @@ def _digest(stats: Mapping[str, NormStats]) -> str:
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
+def _report_blank(config: DataConfig, windows: Sequence[Windows], *, reads_text: bool) -> None:
+    """Log the episodes that are left out without an instruction, and the samples that have none."""
+    for dataset, window in zip(config.datasets, windows, strict=True):
+        if skipped := int(window.unlabeled.sum()):
+            logger.info(
+                "data: %s: %d of %d episodes have no instruction and are left out (--data.datasets.N.skip-unlabeled)",
+                *(dataset.asset, skipped, window.source.num_episodes),
+            )
+        if blank := window.num_blank:
+            logger.log(
+                logging.WARNING if reads_text else logging.INFO,
+                "data: %s: %d of %d training samples have no instruction%s",
+                *(dataset.asset, blank, len(window)),
+                "; the model learns them with an empty prompt (leave them out with --data.datasets.N.skip-unlabeled "
+                "True, or give one for all with --data.datasets.N.prompt)"
+                if reads_text
+                else "",
+            )
+
+
 def _report(opened: OpenedDatasets) -> None:
     message = "data: %s, %d %s samples, %.1f %% of rows"
     for split, rows in (("training", opened.train), ("held-out", opened.validation)):
@@ -327,3 +370,12 @@ def _report(opened: OpenedDatasets) -> None:
             continue
         for number, window in enumerate(rows.windows):
             logger.info(message, rows.names[number], len(window), split, 100 * rows.mixture.weights[number])
+    for name, window in zip(opened.train.names, opened.train.windows, strict=True):
+        if (mask := window.robot.delta_mask) is not None:
+            names = [(dim, relative) for dim, relative in zip(window.robot.action_names, mask, strict=False)]
+            logger.info(
+                "data: %s: actions relative to the state at the chunk's start: %s; as they are: %s",
+                name,
+                ", ".join(dim for dim, relative in names if relative) or "none",
+                ", ".join(dim for dim, relative in names if not relative) or "none",
+            )

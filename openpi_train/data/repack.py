@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files, findings, image, tables
+from openpi_train.data.damage import of_record, system_errno
 from openpi_train.data.progress import Progress
-from openpi_train.data.source import About, BadRecord, Source, SourceConfig
+from openpi_train.data.source import About, Source, SourceConfig
 from openpi_train.data.stored import StoredSource
 from openpi_train.runtime import locks
 
@@ -206,10 +207,17 @@ class StepArraySource(StoredSource):
     def _pictures(self, step: int) -> list[bytes]:
         file, record = divmod(step, self._manifest["steps_per_file"])
         try:
-            (data,) = _reader(self._root / _file_name(file), self._manifest["fingerprint"]).read([record])
+            try:
+                (data,) = _reader(self._root / _file_name(file), self._manifest["fingerprint"]).read([record])
+            except RuntimeError as error:
+                if system_errno(error) is None:
+                    raise
+                # A reader that failed once fails for ever; see `read_span`.
+                _reader.cache_clear()
+                (data,) = _reader(self._root / _file_name(file), self._manifest["fingerprint"]).read([record])
             return _unpack(data, len(self.cameras))
         except (RuntimeError, IndexError, ValueError, struct.error) as error:
-            raise BadRecord(f"{self.describe(step)}: {error}") from error
+            raise of_record(error, self.describe(step)) from error
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)

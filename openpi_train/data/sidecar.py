@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import os
-import shutil
+import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +27,15 @@ import numpy as np
 
 from openpi_train.data import findings, places, tables
 from openpi_train.data.check import fault_kinds
+from openpi_train.data.image import says_depth
+from openpi_train.data.instructions import unlabeled
 from openpi_train.data.source import BadRecord, Source, SourceConfig, report_dropped
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
 
 # Increase it when the content of the tables changes: all indexes are then built again.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Sidecar(abc.ABC):
         """Read the dataset and write its tables; returns the format's entries of the manifest.
 
         These are at least `cameras`, `dropped` and `skipped` (reasons by name), and `findings` (`Finding.as_json`) if
-        there are any. Raises as `survey`, and BadRecord; OSError if the system failed: then there is no index.
+        there are any. Raises as `survey`, and BadRecord; OSError if the system failed (`damage.py`): then there is no
+        index, as a file that could not be read may be sound.
         """
 
     @abc.abstractmethod
@@ -94,7 +97,7 @@ class Sidecar(abc.ABC):
         """Open the index, building it first if it is missing, stale or damaged.
 
         Raises FileNotFoundError for missing files, ValueError for inconsistent metadata, BadRecord if no episode is
-        readable, OSError if the cache cannot be written.
+        readable, OSError if the system fails to read the dataset or to write the cache.
         """
         found = self._find(check_crc=self.config.check_crc)
         if found is None:
@@ -140,22 +143,8 @@ class Sidecar(abc.ABC):
 
     def _build(self) -> tables.Tables:
         started = time.monotonic()
-        draft = self.place / f".tables.{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        manifest = {"format": FORMAT, "dataset": self.dataset, **self.write(draft)}
-        prompts = json.loads((draft / tables.PROMPTS).read_text(encoding="utf-8"))
-        ends = np.load(draft / "episode_ends.npy")
-        manifest |= {
-            "num_episodes": len(ends),
-            "num_steps": int(ends[-1]),
-            "fingerprint": tables.content_fingerprint(draft, prompts, list(manifest["cameras"])),
-            "files": tables.list_files(draft),
-        }
-        manifest["tables"] = f"tables-{manifest['fingerprint'][:12]}"
-        manifest["findings"] = [*manifest.get("findings", ()), *self._suspicious(manifest, draft)]
-        # The manifest as a later open will read it, so that both see the same.
-        manifest = tables.publish(self.place, draft, manifest)
+        with tables.drafted(self.place) as draft:
+            manifest = self._written(draft)
         logger.info(
             "%s: index done in %.1f s: %d episodes, %d steps, cameras %s, %d episodes dropped",
             *(self.label, time.monotonic() - started, manifest["num_episodes"], manifest["num_steps"]),
@@ -164,6 +153,23 @@ class Sidecar(abc.ABC):
         for name, why in manifest["skipped"].items():
             logger.info("%s: %s is not in the index: %s", self.label, name, why)
         return tables.open_tables(self.place, manifest, check_crc=self.config.check_crc)
+
+    def _written(self, draft: Path) -> dict[str, Any]:
+        """Write the tables and then the manifest; returns the manifest as a later open will read it."""
+        manifest = {"format": FORMAT, "dataset": self.dataset, **self.write(draft)}
+        prompts = json.loads((draft / tables.PROMPTS).read_text(encoding="utf-8"))
+        ends = np.load(draft / "episode_ends.npy")
+        told = _findings(prompts, np.load(draft / "prompt_index.npy"), ends, manifest["cameras"])
+        manifest["findings"] = [*manifest.get("findings", ()), *(finding.as_json() for finding in told)]
+        manifest |= {
+            "num_episodes": len(ends),
+            "num_steps": int(ends[-1]),
+            "fingerprint": tables.content_fingerprint(draft, prompts, list(manifest["cameras"])),
+            "files": tables.list_files(draft),
+        }
+        manifest["tables"] = f"tables-{manifest['fingerprint'][:12]}"
+        manifest["findings"] = [*manifest.get("findings", ()), *self._suspicious(manifest, draft)]
+        return tables.publish(self.place, draft, manifest)
 
     def _suspicious(self, manifest: Mapping[str, Any], draft: Path) -> list[dict[str, Any]]:
         """What the written columns show, found once and told at every opening."""
@@ -194,7 +200,7 @@ class IndexedConfig(SourceConfig):
         """Open the dataset, building or refreshing its index first.
 
         Raises FileNotFoundError (no dataset, missing files), ValueError (inconsistent metadata or settings), BadRecord
-        (damaged episodes and `on_bad_record="error"`), OSError (the cache cannot be written).
+        (damaged episodes and `on_bad_record="error"`), OSError (the system fails to read them or to write the cache).
         """
         sidecar = self.sidecar()
         index = sidecar.open()
@@ -211,6 +217,26 @@ class IndexedConfig(SourceConfig):
         return dataclasses.replace(self, on_bad_record="skip")
 
 
+def _findings(
+    prompts: Sequence[str], prompt_index: np.ndarray, episode_ends: np.ndarray, cameras: Iterable[str]
+) -> list[findings.Finding]:
+    """What is suspicious in a dataset of any format."""
+    lacking = unlabeled(prompts, prompt_index, episode_ends)
+    found = [] if lacking is None else [lacking]
+    if depth := [name for name in cameras if says_depth(name)]:
+        found.append(
+            findings.Finding(
+                kind="named depth",
+                count=len(depth),
+                unit="cameras",
+                where=", ".join(depth),
+                training="they are pictures of colours where a robot names them, and no slot is theirs otherwise",
+                remedy="If they are depth, give the robot's cameras without them",
+            )
+        )
+    return found
+
+
 def digest(text: str) -> str:
     """A digest of a text, 12 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -221,14 +247,28 @@ def stat_files(root: Path, names: Sequence[str], *, what: str, how: str) -> list
 
     Args: for the message, `what` files are missing ("files of ... are missing") and `how` to get them.
     """
-    missing = [name for name in names if not (root / name).is_file()]
+    found = {name: _stat(root / name) for name in names}
+    missing = [name for name, status in found.items() if status is None]
     if missing:
         raise FileNotFoundError(
             f"{len(missing)} of the {len(names)} {what}: "
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. {how}"
         )
-    stats = [(root / name).stat() for name in names]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found.items() if status is not None]
+
+
+def missing_files(root: Path, names: Sequence[str]) -> list[str]:
+    """Those of the files that are not there."""
+    return [name for name in names if _stat(root / name) is None]
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """A file's; None if there is no such file. Raises OSError if the system does not say."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def first_changed(root: Path, files: Iterable[Sequence[Any]]) -> str | None:

@@ -122,6 +122,11 @@ class Source(abc.ABC):
         """The dataset's description, read from its metadata at every call."""
         return About()
 
+    @property
+    def recorded_hz(self) -> float | None:
+        """The control rate that the dataset says; None if it says none."""
+        return self.about().control_hz
+
     def times(self, first: int, end: int) -> np.ndarray | None:
         """The recorded time stamps of the steps `first` up to `end`, whole episodes, in the dataset's unit.
 

@@ -7,6 +7,8 @@ import functools
 import os
 from pathlib import Path
 
+from openpi_train.data.damage import ChangedFileError, system_errno
+
 # Far below the usual limit of 1024 open files: BridgeData alone has that many shards.
 _OPEN_FILES = 256
 
@@ -14,10 +16,18 @@ _OPEN_FILES = 256
 def read_span(path: Path, size: int, mtime_ns: int, offset: int, length: int) -> bytes:
     """Read `length` bytes from `offset` of a file that had this size and time when it was indexed, with one `pread`.
 
-    Raises OSError if the file is missing, has changed since, or ends too early.
+    Raises OSError if the file is missing, cannot be read, has changed since, or ends too early.
     """
     file = open_file(path, size, mtime_ns)  # keep a reference until it is read: the cache may drop it meanwhile
-    data = os.pread(file.descriptor, length, offset)
+    try:
+        data = os.pread(file.descriptor, length, offset)
+    except OSError as error:
+        if system_errno(error) is None:
+            raise
+        # A file server that was restarted or failed over gives stale handles: a file opened anew can be read.
+        open_file.cache_clear()
+        file = open_file(path, size, mtime_ns)
+        data = os.pread(file.descriptor, length, offset)
     if len(data) != length:
         raise OSError(f"the file ends {length - len(data)} bytes too early")
     return data
@@ -39,5 +49,5 @@ def open_file(path: Path, size: int, mtime_ns: int) -> OpenFile:
     file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     found = os.fstat(file.descriptor)
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
-        raise OSError("the file changed since its index was built; restart the run to have it indexed again")
+        raise ChangedFileError("the file changed since its index was built; restart the run to have it indexed again")
     return file

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -91,12 +92,12 @@ def list_files(directory: Path) -> dict[str, dict[str, int]]:
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest; None if it is missing or, with a warning, unreadable."""
+    """The manifest; None if it is missing or, with a warning, damaged. Raises OSError if the system cannot read it."""
     try:
         manifest = files.read_json(root / MANIFEST)
         if not isinstance(manifest, dict):
             raise ValueError(f"it holds {type(manifest).__name__}")
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         logger.warning("%s cannot be read: %s", root / MANIFEST, error)
@@ -152,6 +153,22 @@ def add_arrays(digest: Any, directory: Path, names: Iterable[str]) -> None:
 
 def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+@contextlib.contextmanager
+def drafted(root: Path) -> Iterator[Path]:
+    """An empty folder for tables that are being written, for `publish`; it is removed if the block raises.
+
+    A full disk must not stay full of half the tables.
+    """
+    draft = root / f".tables.{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def publish(root: Path, draft: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,12 @@ before its beginning the first observation and action repeat, after its end the 
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from openpi_train.data.instructions import filled, is_blank, unlabeled_episodes
 from openpi_train.data.source import Source
 from openpi_train.robots.robot import Robot, Steps
 
@@ -29,7 +30,10 @@ class WindowShape:
     beginning and up to `pad_after` beyond its end, so an episode of n steps has max(0, n - horizon + 1 + pad_before +
     pad_after) windows. By default every step of an episode is the present step of one window.
 
-    Raises ValueError if the present step could lie outside the episode.
+    `execute` is how many actions from the present step on are executed before the next chunk is asked for; None: half
+    of them, as in openpi's examples (5 of 10 in LIBERO, 25 of 50 on ALOHA).
+
+    Raises ValueError if the present step could lie outside the episode, or more is executed than there is.
     """
 
     horizon: int
@@ -37,6 +41,7 @@ class WindowShape:
     first_action: int = 0
     pad_before: int | None = None
     pad_after: int | None = None
+    execute: int | None = None
 
     def __post_init__(self):
         if self.horizon < 1 or self.history < 1:
@@ -51,6 +56,10 @@ class WindowShape:
                 object.__setattr__(self, name, most)
             elif not 0 <= given <= most:
                 raise ValueError(f"{name} {given} must be in 0..{most}, so that the present step is inside the episode")
+        if self.execute is not None and not 1 <= self.execute <= self.num_ahead:
+            raise ValueError(
+                f"execute {self.execute} must be in 1..{self.num_ahead}, the actions that a chunk has ahead"
+            )
 
     @property
     def num_ahead(self) -> int:
@@ -59,8 +68,8 @@ class WindowShape:
 
     @property
     def num_executed(self) -> int:
-        """Default number of actions of a chunk that are executed before the next one: half of `num_ahead`."""
-        return max(1, self.num_ahead // 2)
+        """`execute` with its default filled in: what every closed loop executes that is not told another number."""
+        return max(1, self.num_ahead // 2) if self.execute is None else self.execute
 
     def places(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first present step in episodes of these lengths, and the step after the last one."""
@@ -95,9 +104,11 @@ class Windows:
     """The samples of one dataset in one split, numbered 0..len-1 in the order of their control steps.
 
     Args: `shape` is what the model sees and predicts; `prompt`, if given, replaces the dataset's instructions;
-    `held_out`, if given, is the validation split, in place of a fraction of the dataset.
+    `held_out`, if given, is the validation split, in place of a fraction of the dataset; `skip_unlabeled` leaves out
+    episodes without an instruction, and gives blank steps of others that of a step beside them (None: as the robot).
 
-    Raises ValueError if the robot asks for columns or cameras that the dataset does not have.
+    Raises ValueError if the robot asks for columns or cameras that the dataset does not have, or if no episode has an
+    instruction and those are to be left out.
     """
 
     source: Source
@@ -107,6 +118,7 @@ class Windows:
     validation_fraction: float = 0.0
     prompt: str | None = None
     held_out: Source | None = None
+    skip_unlabeled: bool | None = None
 
     def __post_init__(self):
         for slot, feature in self.robot.cameras.items():
@@ -114,8 +126,22 @@ class Windows:
                 flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
                 raise ValueError(
                     f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset does not have; "
-                    f"it has {', '.join(self.source.cameras) or 'no images'}: set {flag}"
+                    f"it has {', '.join(self.source.cameras) or 'no images'}: set {flag}{self._left_out([feature])}"
                 )
+        if self.source.num_episodes and self.unlabeled.all():
+            why = (
+                f"the robot is a {type(self.robot).__name__}" if self.skip_unlabeled is None else "skip_unlabeled is on"
+            )
+            raise ValueError(
+                f"no episode of the dataset has an instruction ({self.source.describe(0)}), and those without are left "
+                f"out because {why}: give one for all with --data.datasets.N.prompt, name their feature (RLDS: "
+                "--data.datasets.N.source.prompt-feature), or train without: --data.datasets.N.skip-unlabeled False"
+            )
+
+    def _left_out(self, wanted: Container[str]) -> str:
+        """Sentences on those of the wanted columns and cameras that the dataset has but its source leaves out."""
+        found = {name: why for name, why in self.source.about().left_out.items() if name in wanted}
+        return "".join(f". {name} is left out: {why}" for name, why in found.items())
 
     def __getstate__(self) -> dict[str, Any]:
         # Data workers read the (memory-mapped) columns again, which is cheaper than copying them.
@@ -131,7 +157,10 @@ class Windows:
     @functools.cached_property
     def steps(self) -> Steps:
         """The whole dataset in the robot's units."""
-        steps = self.robot.read(self.source.columns, self.source.episode_ends)
+        try:
+            steps = self.robot.read(self.source.columns, self.source.episode_ends)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._left_out(str(error))}") from error
         widths = {"state": len(self.robot.state_names), "actions": len(self.robot.action_names)}
         for name, width in widths.items():
             if getattr(steps, name).shape != (self.source.num_steps, width):
@@ -144,12 +173,42 @@ class Windows:
     @functools.cached_property
     def starts(self) -> np.ndarray:
         """The present control step of each sample, int64 [samples]."""
-        held_out = validation_episodes(self.source.episode_ids, self.validation_fraction)
-        mine = held_out if self.split == "validation" else ~held_out
+        labeled = np.flatnonzero(~self.unlabeled)
+        # Of those that are read, so that none of the splits is empty.
+        held_out = validation_episodes(np.asarray(self.source.episode_ids)[labeled], self.validation_fraction)
+        mine = np.zeros(self.source.num_episodes, bool)
+        mine[labeled[held_out if self.split == "validation" else ~held_out]] = True
         lengths = np.diff(self.source.episode_ends, prepend=0)
         first, end = (np.repeat(bound, lengths) for bound in self.shape.places(lengths))
         place = np.arange(self.source.num_steps) - np.repeat(self.source.episode_ends - lengths, lengths)
         return np.flatnonzero(np.repeat(mine, lengths) & self.steps.use & (first <= place) & (place < end))
+
+    @functools.cached_property
+    def unlabeled(self) -> np.ndarray:
+        """The episodes that are left out as they have no instruction, bool [episodes]."""
+        if not self._skips or not any(map(is_blank, self.source.prompts)):
+            return np.zeros(self.source.num_episodes, bool)
+        return unlabeled_episodes(self.source.prompts, self.source.prompt_index, self.source.episode_ends)
+
+    @functools.cached_property
+    def prompt_index(self) -> np.ndarray:
+        """Index into the source's `prompts` of every step, int32 [steps]."""
+        if not self._skips or not any(map(is_blank, self.source.prompts)):
+            return self.source.prompt_index
+        return filled(self.source.prompts, self.source.prompt_index, self.source.episode_ends)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether unlabelled episodes are left out; a `prompt` is the label of all."""
+        return self.prompt is None and (
+            self.robot.skip_unlabeled if self.skip_unlabeled is None else self.skip_unlabeled
+        )
+
+    @property
+    def num_blank(self) -> int:
+        """Samples with a blank instruction."""
+        blank = np.array([is_blank(text) for text in self.prompts], bool)
+        return int(blank[self.prompt_numbers(np.arange(len(self)))].sum())
 
     def in_split(self, split: Split) -> "Windows":
         """The same dataset's windows of another split; the columns are not read again."""
@@ -194,7 +253,7 @@ class Windows:
 
     def prompt_at(self, step: int) -> str:
         """The instruction at a control step."""
-        return self.source.prompts[int(self.source.prompt_index[step])] if self.prompt is None else self.prompt
+        return self.source.prompts[int(self.prompt_index[step])] if self.prompt is None else self.prompt
 
     @property
     def prompts(self) -> Sequence[str]:
@@ -205,7 +264,7 @@ class Windows:
         """Index into `prompts` of each sample, int [n]."""
         if self.prompt is not None:
             return np.zeros(len(samples), np.int32)
-        return self.source.prompt_index[self.starts[samples]]
+        return self.prompt_index[self.starts[samples]]
 
     def describe(self, sample: int) -> str:
         """Where a sample is stored: file, record, episode, step."""

@@ -26,20 +26,19 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class LocalBatches:
-    """A grain data source: element k is this process's part of the global batch at step `start + k`.
+    """A grain data source: element k is this process's part of batch k behind the first `rows_before` rows.
 
     `row_numbers` are the rows of the global batch that this process's devices hold.
     """
 
-    def __init__(self, rows: RowSource, batch_size: int, row_numbers: np.ndarray, start: int = 0):
-        self.rows, self.batch_size, self.row_numbers, self.start = rows, batch_size, row_numbers, start
+    def __init__(self, rows: RowSource, batch_size: int, row_numbers: np.ndarray, rows_before: int = 0):
+        self.rows, self.batch_size, self.row_numbers, self.rows_before = rows, batch_size, row_numbers, rows_before
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
-        step = self.start + int(index)
-        first = step * self.batch_size
+        first = self.rows_before + int(index) * self.batch_size
         columns, skipped = self.rows.batch(first + self.row_numbers)
         columns = self.rows.cut(columns, first + np.arange(self.batch_size))
         return {"columns": columns | {"row": self.row_numbers.astype(np.int32)}, "skipped": skipped}

@@ -84,7 +84,7 @@ def _complete(root: Path, arguments: Mapping[str, Any]) -> dict[str, Any] | None
             logger.info("%s was made with other arguments: writing it again", root)
             return None
         torn = [name for name, expected in manifest["files"].items() if digest(root / name) != expected]
-    except (OSError, ValueError, KeyError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError) as error:
         logger.warning("%s is incomplete (%s): writing it again", root, error)
         return None
     if torn:

@@ -35,7 +35,7 @@ class ClosedLoop:
     interval: int = at_least(0, 0)
     # Initial states per task, the same at every evaluation.
     episodes_per_task: int = at_least(1, 10)
-    # Number of actions of each chunk that are executed before the next query; None: half of the chunk.
+    # Number of actions of each chunk that are executed before the next query; None: the model's own number.
     execute: int | None = at_least(1, None)
     # Control steps after which an episode counts as failed; None: the environment's own limit.
     max_steps: int | None = at_least(1, None)

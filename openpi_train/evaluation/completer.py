@@ -9,12 +9,12 @@ from typing import Any
 from flax import nnx
 
 from openpi_train.data.text.text_prompts import TextPrompt
-from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.data.text.text_tokenizer import TextTokenizer, end_tokens
 from openpi_train.evaluation.measure import Running
-from openpi_train.generation.completion_text import NewText
-from openpi_train.generation.generator import Generator, joined
+from openpi_train.generation.completion_text import NewText, whole
+from openpi_train.generation.generator import Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.generation.text_generator import TextGenerator, end_tokens
+from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.params import Params
@@ -78,10 +78,7 @@ class Completer:
                 self._texts = None
                 raise StoppedError
         texts.generator.release()
-        return [
-            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
-            for own in parts.values()
-        ]
+        return [whole(own) for own in parts.values()]
 
     def _with(self, params: Params) -> TextGenerator:
         """The generator with the parameters of the model that gives texts."""

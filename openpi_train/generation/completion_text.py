@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from openpi_train.data.text.text_tokenizer import TextTokenizer
-from openpi_train.generation.generator import NewTokens
+from openpi_train.generation.generator import NewTokens, joined
 
 # What a decoder writes for bytes that are not a character yet.
 _INCOMPLETE = "\ufffd"
@@ -17,10 +17,23 @@ _CONTEXT = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewText:
-    """More text of a completion, and the tokens whose text starts in it; `tokens.finish_reason` after the last one."""
+    """More text of a completion, and the tokens whose text starts in it; `tokens.finish_reason` after the last one.
+
+    `num_made` is how many tokens were made for it, those of a stop included, as vLLM counts those of a completion.
+    """
 
     text: str
     tokens: NewTokens
+    num_made: int
+
+
+def whole(parts: Sequence[NewText]) -> NewText:
+    """Everything that a completion got, in order."""
+    return NewText(
+        text="".join(one.text for one in parts),
+        tokens=joined([one.tokens for one in parts]),
+        num_made=sum(one.num_made for one in parts),
+    )
 
 
 class CompletionText:
@@ -44,11 +57,12 @@ class CompletionText:
             self._tokens.append(token)
             self._decode()
             if (stop := self._first_stop()) is not None:
-                return self._tell(dataclasses.replace(new, finish_reason="stop", ending=None), stop)
+                return self._tell(dataclasses.replace(new, finish_reason="stop", ending=None), stop, index + 1)
+        num_made = len(new.tokens) + (new.ending is not None)
         if new.finish_reason is None:
-            return self._tell(new, len(self._text) - self._begun_stop())
+            return self._tell(new, len(self._text) - self._begun_stop(), num_made)
         self._decode(even_incomplete=True)
-        return self._tell(new, len(self._text) + 1)
+        return self._tell(new, len(self._text) + 1, num_made)
 
     def _decode(self, *, even_incomplete: bool = False) -> None:
         start = max(0, self._num_decoded - _CONTEXT)
@@ -70,13 +84,14 @@ class CompletionText:
         lengths = range(len(self._text) - self._num_told, 0, -1)
         return next((n for n in lengths if any(stop.startswith(self._text[-n:]) for stop in self._stops)), 0)
 
-    def _tell(self, new: NewTokens, end: int) -> NewText:
+    def _tell(self, new: NewTokens, end: int, num_made: int) -> NewText:
         """The text that was not told up to `end`, and the tokens whose text starts before it."""
         text, self._num_told = self._text[self._num_told : end], min(end, len(self._text))
         told = [one for one in self._held if one[2] < end]
         self._held = self._held[len(told) :]
         return NewText(
             text=text,
+            num_made=num_made,
             tokens=dataclasses.replace(
                 new,
                 tokens=[step.tokens[index] for step, index, _ in told],

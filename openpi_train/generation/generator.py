@@ -51,7 +51,8 @@ class GenerationRequest:
 class NewTokens:
     """What a request got in a step. `tokens` are without the one that ended it, which is `ending`, if one did.
 
-    Log-probabilities are the model's at the request's temperature (1 if it is 0), before top-k, top-p and min-p.
+    Log-probabilities are the model's at the request's temperature (1 if it is 0), before top-k, top-p and min-p, if the
+    generator is not asked for those after them.
     `top` has the most probable tokens at each place, with theirs, where asked for.
     """
 
@@ -80,6 +81,7 @@ class Generator:
         end_ids: the tokens after which every completion ends.
         vocab_size: the tokens that the tokenizer has; None: all of the model's. Others are never chosen.
         chunk: tokens per call of the program; between calls rows are refilled.
+        after_limits: tell the log-probabilities with which tokens are drawn, after top-k, top-p and min-p.
 
     The parameters are gathered once, in the compute dtype, and split only within tensor groups. Not thread-safe.
     """
@@ -95,8 +97,10 @@ class Generator:
         end_ids: Sequence[int],
         vocab_size: int | None = None,
         chunk: int = 8,
+        after_limits: bool = False,
     ):
         self._graphdef, self._chunk, self.max_length = graphdef, chunk, max_length
+        self._after_limits = after_limits
         self._end_ids = tuple(dict.fromkeys(end_ids))
         self._devices = dataclasses.replace(devices, plan=dataclasses.replace(devices.plan, strategy="replicated"))
         mesh = self._devices.plan.mesh
@@ -357,7 +361,7 @@ class Generator:
         fixed = {"num_tokens": self._chunk, "num_slots": slots, "vocab_size": self._vocab_size, "with_top": with_top}
 
         def program(decoder: Decoder, _: None, rows: TokenRows) -> tuple[NewRowTokens, TokenRows]:
-            return token_rows.decoded(decoder, rows, **fixed)
+            return token_rows.decoded(decoder, rows, **fixed, after_limits=self._after_limits)
 
         return ("decode", *fixed.values()), program
 

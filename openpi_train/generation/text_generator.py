@@ -1,31 +1,14 @@
 """`TextGenerator`: completions as texts, of texts or conversations. Read next: `generator.py`, `completion_text.py`."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from openpi_train.data.text.chat_template import ChatTemplate, Message, Variables
 from openpi_train.data.text.text_tokenizer import TextTokenizer
-from openpi_train.generation.completion_text import CompletionText, NewText
-from openpi_train.generation.generator import GenerationRequest, Generator, joined
+from openpi_train.generation.completion_text import CompletionText, NewText, whole
+from openpi_train.generation.generator import GenerationRequest, Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.runtime.exits import UsageError
-
-_CONFIG = "generation_config.json"
-
-
-def end_tokens(tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's own, and those of its model's generation_config.json.
-
-    Chat models end a turn with another token than a document.
-    """
-    found = [] if tokenizer.eos is None else [tokenizer.eos]
-    try:
-        said = json.loads(tokenizer.files.get(_CONFIG, b"{}")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise UsageError(f"{tokenizer.name}: {_CONFIG} is damaged ({error}); fetch it again") from error
-    found += said if isinstance(said, list) else [said]
-    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 class TextGenerator:
@@ -46,7 +29,7 @@ class TextGenerator:
         Raises ValueError if the template refuses the conversation, UsageError if there is no template.
         """
         if isinstance(given, str):
-            return [*self.tokenizer.begin, *self.tokenizer.encode([given])[0].tokens]
+            return self.tokenizer.begun(self.tokenizer.encode([given])[0].tokens)
         self.check_conversations()
         variables = variables or {}
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
@@ -147,7 +130,4 @@ class TextGenerator:
             for one in self.step():
                 parts[one.tokens.id].append(one)
             after_step()
-        return [
-            NewText(text="".join(one.text for one in own), tokens=joined([one.tokens for one in own]))
-            for own in parts.values()
-        ]
+        return [whole(own) for own in parts.values()]

@@ -12,11 +12,17 @@ from openpi_train.nn.token_limits import RowSettings, limited
 
 @jax.named_scope("choose_token")
 def choose_tokens(
-    logits: Float[Array, "b v"], settings: RowSettings, keys: Key[Array, " b"], places: Int[Array, " b"] | None = None
+    logits: Float[Array, "b v"],
+    settings: RowSettings,
+    keys: Key[Array, " b"],
+    places: Int[Array, " b"] | None = None,
+    *,
+    after_limits: bool = False,
 ) -> tuple[Int[Array, " b"], Float[Array, "b v"]]:
-    """A token for every row, and the log-probabilities of all tokens at its temperature, before the limits.
+    """A token for every row, and the log-probabilities of all tokens at its temperature.
 
-    A temperature of 0 takes the most probable token, and its log-probabilities are those at temperature 1.
+    They are those before the limits, or with `after_limits` those with which the token is drawn. A temperature of 0
+    takes the most probable token, and its log-probabilities are those at temperature 1.
 
     Args: `places` are folded into the keys, if given. Without random choices no key is computed.
     """
@@ -35,4 +41,7 @@ def choose_tokens(
         return jnp.where(is_greedy | (found == masses.shape[1]), likeliest, found)
 
     token = jax.lax.cond(is_greedy.all(), lambda: likeliest, draw)
+    if after_limits:
+        is_left = limited(jnp.exp(log_probs), settings) > 0
+        log_probs = jax.nn.log_softmax(jnp.where(is_left, log_probs, -jnp.inf))
     return token.astype(jnp.int32), log_probs

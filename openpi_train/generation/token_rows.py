@@ -118,7 +118,14 @@ def admitted(decoder: Decoder, new: Admission, rows: TokenRows) -> TokenRows:
 
 @jax.named_scope("decode")
 def decoded(
-    decoder: Decoder, rows: TokenRows, *, num_tokens: int, num_slots: int, vocab_size: int, with_top: bool
+    decoder: Decoder,
+    rows: TokenRows,
+    *,
+    num_tokens: int,
+    num_slots: int,
+    vocab_size: int,
+    with_top: bool,
+    after_limits: bool = False,
 ) -> tuple[NewRowTokens, TokenRows]:
     """Up to `num_tokens` more tokens for every row that has some left; stops when none has.
 
@@ -126,6 +133,7 @@ def decoded(
         num_slots: the slots of the cache that are read; no row gets longer.
         vocab_size: tokens from here on, which the tokenizer does not have, are never chosen and have no probability.
         with_top: also return the `NUM_TOP` most probable tokens.
+        after_limits: return log-probabilities with which tokens are drawn, not those before top-k, top-p and min-p.
     """
     b, num_top = len(rows.last), min(NUM_TOP, vocab_size) if with_top else 0
     # Cut out once, not for every token.
@@ -151,7 +159,7 @@ def decoded(
         is_active = rows.left > 0
         x, cache = decoder.extend(rows.last[:, None], rows.cache, layers)
         logits = decoder.logits(x)[:, 0, :vocab_size]
-        token, log_probs = choose_tokens(logits, rows.settings, rows.keys, rows.made)
+        token, log_probs = choose_tokens(logits, rows.settings, rows.keys, rows.made, after_limits=after_limits)
         own = jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
         top_log_probs, top_tokens = jax.lax.top_k(log_probs, num_top)
 

@@ -85,6 +85,12 @@ class ConfigFile:
             if key in self.values:
                 self._meaning.setdefault(key, []).append(" ".join(words(name, value)))
 
+    def left_out(self, name: str, why: str) -> None:
+        """Take back the flag `name`: the keys that gave it have the reason `why` instead."""
+        flag = " ".join(words(name, self.flags.pop(name)))
+        for key, meaning in self._meaning.items():
+            self._meaning[key] = [why if one == flag else one for one in meaning]
+
     def becomes(self, key: str, name: str, read: Callable[["ConfigFile", str, Any], Any], default: Any = None) -> None:
         """Record that `key` gives `--name`, with the value that `read`, one of the methods above, returns."""
         self.flag(name, read(self, key, default), key)

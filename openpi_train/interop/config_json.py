@@ -34,11 +34,13 @@ def classes_of(config: Any) -> dict[str, type]:
     return {**classes_of(parts), type(config).__name__: type(config)}
 
 
-def config_from_json(value: Any, hint: Any, where: str, known: Mapping[str, type]) -> Any:
+def config_from_json(
+    value: Any, hint: Any, where: str, known: Mapping[str, type], left_out: list[str] | None = None
+) -> Any:
     """The config that `fields.as_json` stored as `value`, of the type `hint`; `where` names it in messages.
 
     Its classes are those of `known` by name, and this package's subclasses of `hint`. Raises CheckpointError if a class
-    or a field is unknown.
+    or a field is unknown; with `left_out`, fields that are unknown are left out and noted there, with their values.
     """
     if isinstance(value, Mapping) and _CLASS in value:
         cls = _find(value[_CLASS], hint, known)
@@ -47,30 +49,37 @@ def config_from_json(value: Any, hint: Any, where: str, known: Mapping[str, type
                 f"{where} is a {value[_CLASS]}, which openpi_train does not have. If it is your own, give the run's "
                 "experiment: --experiment my_runs.py:NAME, or load_policy(..., experiment='my_runs.py:NAME')"
             )
-        return _dataclass(value, cls, where, known)
+        return _dataclass(value, cls, where, known, left_out)
     if isinstance(value, Mapping):
         items = next((typing.get_args(one)[1] for one in _parts(hint) if len(typing.get_args(one)) == 2), Any)
-        return {key: config_from_json(item, items, f"{where}.{key}", known) for key, item in value.items()}
+        return {key: config_from_json(item, items, f"{where}.{key}", known, left_out) for key, item in value.items()}
     if isinstance(value, list):
         hints = next((args for one in _parts(hint) if (args := typing.get_args(one))), (Any, ...))
         each = [hints[0]] * len(value) if hints[-1] is Ellipsis or len(hints) == 1 else hints
         return tuple(
-            config_from_json(*pair, f"{where}.{n}", known) for n, pair in enumerate(zip(value, each, strict=True))
+            config_from_json(*pair, f"{where}.{n}", known, left_out)
+            for n, pair in enumerate(zip(value, each, strict=True))
         )
     named = [one for one in _parts(hint) if isinstance(one, type) and issubclass(one, enum.Enum)]
     return named[0](value) if named and value is not None else value
 
 
-def _dataclass(value: Mapping[str, Any], cls: type, where: str, known: Mapping[str, type]) -> Any:
+def _dataclass(
+    value: Mapping[str, Any], cls: type, where: str, known: Mapping[str, type], left_out: list[str] | None
+) -> Any:
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
-    if unknown := sorted(value.keys() - fields - retired(cls) - {_CLASS}):
+    unknown = sorted(value.keys() - fields - retired(cls) - {_CLASS})
+    if left_out is not None:
+        left_out += [f"{where.partition('.')[2]}.{name}".lstrip(".") + f" {value[name]!r}" for name in unknown]
+    elif unknown:
         raise CheckpointError(
             f"{where}: {cls.__name__} has no {', '.join(unknown)} here. The run was made by another version of "
             "openpi_train; use that one (its environment.json names the commit)"
         )
     hints = _hints(cls)
     given = {
-        name: config_from_json(value[name], hints[name], f"{where}.{name}", known) for name in fields & value.keys()
+        name: config_from_json(value[name], hints[name], f"{where}.{name}", known, left_out)
+        for name in fields & value.keys()
     }
     try:
         return cls(**given)

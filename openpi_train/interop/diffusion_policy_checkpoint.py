@@ -30,6 +30,7 @@ from openpi_train.interop.lerobot_act import backbone_layout
 from openpi_train.interop.lerobot_folder import differences, flag_of
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, needed
 from openpi_train.interop.place import Place
+from openpi_train.interop.robot_actions import ActionDims, stored_action_dims
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory
 from openpi_train.interop.torch_file import open_payload
 from openpi_train.interop.torch_names import Layout, TensorLayout, tensors_of
@@ -106,6 +107,10 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
             "diffusion_policy's own MultiImageObsEncoder is"
         )
     policy = config.get("policy") if isinstance(config, Mapping) else None
+    if odd := _relative_poses(config):
+        raise CheckpointError(
+            f"{path} has poses of other frames, {odd}: here they are as recorded, choose another policy"
+        )
     cameras, states = _inputs(found, policy)
     _check(policy, model, cameras, str(path))
     tensors = {name: leaf for name, leaf in found.items() if not name.startswith(_NORMALIZER)}
@@ -116,7 +121,15 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
         params=from_torch(params, _same_order(model)),
         norm_stats=_norm_stats(found, states),
         trained_with=_trained_with(policy) if policy else {},
+        action_dims=ActionDims.absolute(model.action_dim),
     )
+
+
+def _relative_poses(config: Any) -> dict[str, str]:
+    """What UMI's copy of the trainer says of poses (`task.pose_repr`) that are not absolute."""
+    task = config.get("task") if isinstance(config, Mapping) else None
+    said = task.get("pose_repr") if isinstance(task, Mapping) else None
+    return {name: str(value) for name, value in said.items() if value != "abs"} if isinstance(said, Mapping) else {}
 
 
 def _inputs(found: Leaves, policy: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
@@ -234,6 +247,11 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
         raise UsageError("diffusion_policy's form is for diffusion policies: give the experiment of one")
     settings = settings_of(stored.experiment) if stored.experiment else stored.trained_with
     config = config_of(model, settings)
+    if (actions := stored_action_dims(stored)) is not None and any(actions.relative):
+        raise UsageError(
+            f"the actions of {stored.where} are {actions.in_words()}, and those of diffusion_policy's are absolute: "
+            "train with a robot whose actions are, or convert --to lerobot"
+        )
     normalizer = _normalizer(stored, sorted(model.cameras), settings.get(NORMALIZATION) or model.normalization)
     params, layout = to_torch(stored.params, _same_order(model)), _layout(model, sorted(model.cameras))
     create = Call(Name("__builtin__", "getattr"), (Name("omegaconf", "OmegaConf"), "create"))

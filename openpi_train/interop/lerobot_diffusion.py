@@ -30,6 +30,7 @@ from openpi_train.interop.lerobot_act import backbone_layout
 from openpi_train.interop.lerobot_folder import (
     CAMERA,
     FEATURES,
+    FORMS,
     differences,
     feature,
     flag_of,
@@ -69,7 +70,6 @@ _FIXED = {"vision_backbone": "resnet18", "use_group_norm": True, "use_film_scale
 # What the model must be, for a policy of LeRobot's.
 _MODEL = {"denoiser": "unet", "pooling": "spatial_softmax", "relu_features": True}
 _SEPARATE = "use_separate_rgb_encoder_per_camera"
-_FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES", "min_max": "MIN_MAX"}
 _HEAD = {"maps/kernel": ("pool.nets.weight", "i o -> o i () ()"), "maps/bias": ("pool.nets.bias", "o -> o")}
 _HEAD |= {"outputs/kernel": ("out.weight", "i o -> o i"), "outputs/bias": ("out.bias", "o -> o")}
 
@@ -142,8 +142,8 @@ def _check(config: Mapping[str, Any], model: DiffusionPolicyConfig, stats: Leave
     if others := [name for name in inputs if name != _STATE and name not in visual]:
         problems.append(f"it reads {', '.join(others)} beside images and state: diffusion policies here do not")
     forms = config.get("normalization_mapping", {})
-    if forms.get("STATE") != forms.get("ACTION") or forms.get("STATE") not in _FORMS.values():
-        problems.append(f"it normalises by {forms}: here states and actions alike, by {' or '.join(_FORMS.values())}")
+    if forms.get("STATE") != forms.get("ACTION") or forms.get("STATE") not in FORMS.values():
+        problems.append(f"it normalises by {forms}: here states and actions alike, by {' or '.join(FORMS.values())}")
     problems += _check_images(model, forms.get("VISUAL"), visual, stats)
     if problems:
         raise CheckpointError("\n".join([f"{where} does not fit the model:", *(f"  {text}" for text in problems)]))
@@ -181,7 +181,7 @@ def _trained_with(config: Mapping[str, Any]) -> dict[str, Any]:
         **schedule,
         SAMPLER: config.get("noise_scheduler_type", "DDPM").lower(),
         **dict(zip(CROP, crop, strict=True)),
-        NORMALIZATION: next(name for name, theirs in _FORMS.items() if theirs == form),
+        NORMALIZATION: next(name for name, theirs in FORMS.items() if theirs == form),
     }
 
 
@@ -204,6 +204,13 @@ def _with_ranges(stats: Leaves, form: str) -> Leaves:
 def ranges_there(stats: Mapping[str, np.ndarray], form: str) -> dict[str, np.ndarray]:
     """The statistics under which LeRobot normalises dims that never move as it is done here: to 0."""
     changed = dict(stats)
+    if form == "QUANTILES" and (
+        missing := [name for name in FEATURES.values() if f"{name}.mean" in stats and f"{name}.q01" not in stats]
+    ):
+        raise UsageError(
+            f"the norm stats of {', '.join(missing)} have no q01 and q99, by which LeRobot normalises: give such with "
+            "--norm-stats and --asset-id"
+        )
     for name in FEATURES.values() if form == "MIN_MAX" else ():
         if f"{name}.mean" not in stats:
             continue
@@ -268,7 +275,7 @@ def config_of(model: DiffusionPolicyConfig, settings: Settings) -> dict[str, Any
             f"--model.relu-features, encoder_widths {WIDTHS}, a camera at least and no instructions"
         )
     image = feature("VISUAL", 3, model.image_height, model.image_width)
-    form = _FORMS[settings.get(NORMALIZATION) or model.normalization]
+    form = FORMS[settings.get(NORMALIZATION) or model.normalization]
     crop = [settings.get(side) for side in CROP]
     return {
         "type": TYPE,

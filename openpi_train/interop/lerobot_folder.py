@@ -25,9 +25,11 @@ from openpi_train.runtime.exits import CheckpointError, UsageError
 logger = logging.getLogger(__name__)
 
 PREFIX, ASSET_ID = "model.", "lerobot"
-CONFIG, _PREPROCESSOR = "config.json", "policy_preprocessor.json"
+CONFIG, PREPROCESSOR, POSTPROCESSOR = "config.json", "policy_preprocessor.json", "policy_postprocessor.json"
 # The folder of the policy in a checkpoint of LeRobot's training.
 _PRETRAINED = "pretrained_model"
+# Our forms of normalisation, and LeRobot's.
+FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES", "min_max": "MIN_MAX"}
 FEATURES = {"state": "observation.state", "actions": "action"}
 CAMERA = "observation.images."
 _STATS = ("mean", "std", "q01", "q99", "min", "max")
@@ -38,6 +40,7 @@ EPSILON = 1e-6
 RENAME, BATCH, DEVICE = "rename_observations_processor", "to_batch_processor", "device_processor"
 NORMALIZE, UNNORMALIZE = "normalizer_processor", "unnormalizer_processor"
 TOKENIZE = "tokenizer_processor"
+RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 
 
 def policy_folder(place: Place) -> Place:
@@ -47,15 +50,15 @@ def policy_folder(place: Place) -> Place:
 
 def read_stats(folder: Place) -> Leaves:
     """The statistics of its normaliser, by names such as "action.mean"; empty if it has none."""
-    if not folder.has(_PREPROCESSOR):
-        logger.warning("%s has no %s, so no norm stats", folder, _PREPROCESSOR)
+    if not folder.has(PREPROCESSOR):
+        logger.warning("%s has no %s, so no norm stats", folder, PREPROCESSOR)
         return {}
-    steps = folder.json(_PREPROCESSOR).get("steps", [])
+    steps = folder.json(PREPROCESSOR).get("steps", [])
     files = [step["state_file"] for step in steps if step.get("registry_name") == NORMALIZE and "state_file" in step]
     if not files:
         return {}
     if not folder.has(files[0]):
-        raise CheckpointError(f"{folder} is incomplete: {files[0]}, which {_PREPROCESSOR} names, is missing; fetch it")
+        raise CheckpointError(f"{folder} is incomplete: {files[0]}, which {PREPROCESSOR} names, is missing; fetch it")
     return safetensors_file.open_file(folder, files[0])
 
 

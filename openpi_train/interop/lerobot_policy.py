@@ -16,13 +16,17 @@ import numpy as np
 from openpi_train.data.fast_tokenizer import PUBLISHED
 from openpi_train.data.files import write_json
 from openpi_train.interop import lerobot_act, lerobot_diffusion, lerobot_smolvla
+from openpi_train.interop.lerobot_actions import norm_map_of, read_action_dims, relative_settings
 from openpi_train.interop.lerobot_folder import (
+    ABSOLUTE,
     BATCH,
     CONFIG,
     DEVICE,
     FEATURES,
+    FORMS,
     NORMALIZE,
     PREFIX,
+    RELATIVE,
     RENAME,
     TOKENIZE,
     UNNORMALIZE,
@@ -37,8 +41,9 @@ from openpi_train.interop.lerobot_folder import (
 from openpi_train.interop.openpi import published_params
 from openpi_train.interop.openpi_torch import check_params, needed, read_params, write_params
 from openpi_train.interop.place import Place
+from openpi_train.interop.robot_actions import stored_action_dims
 from openpi_train.interop.stored_leaves import Stored, Writer
-from openpi_train.interop.trained_with import Settings, settings_of
+from openpi_train.interop.trained_with import NORMALIZATION, Settings, settings_of
 from openpi_train.models.act import ActConfig
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
@@ -49,7 +54,6 @@ from openpi_train.types import OPENPI_SLOTS
 logger = logging.getLogger(__name__)
 
 _TOKENIZER = "google/paligemma-3b-pt-224"
-_FORMS = {"z_score": "MEAN_STD", "quantile": "QUANTILES"}
 # The only expert sizes that LeRobot builds.
 _VARIANTS = ("gemma_2b", "gemma_300m")
 # LeRobot's field, and ours that must be equal: for a policy that reads pixels, and one whose layers also have the dims.
@@ -79,7 +83,6 @@ class LeRobotPolicy:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_RELATIVE, _ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 _ACTIONS = "action_tokenizer_processor"
 _PROMPT = "{}_prepare_state_tokenizer_processor_step"
 _ACTION_TOKENIZER = "action_tokenizer_name"
@@ -93,21 +96,21 @@ POLICIES: tuple[LeRobotPolicy, ...] = (
         type="pi0",
         has="state_proj/kernel",
         cameras=OPENPI_SLOTS,
-        steps=(RENAME, BATCH, "pi0_new_line_processor", TOKENIZE, DEVICE, _RELATIVE, NORMALIZE),
+        steps=(RENAME, BATCH, "pi0_new_line_processor", TOKENIZE, DEVICE, RELATIVE, NORMALIZE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi05",
         has="time_mlp_in/kernel",
         cameras=OPENPI_SLOTS,
-        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi05"), TOKENIZE, DEVICE),
+        steps=(RENAME, BATCH, RELATIVE, NORMALIZE, _PROMPT.format("pi05"), TOKENIZE, DEVICE),
         equal=_DIMS,
     ),
     LeRobotPolicy(
         type="pi0_fast",
         has="PaliGemma/llm/embedder/input_embedding",
         cameras=("base_0_rgb", "base_1_rgb", "wrist_0_rgb"),
-        steps=(RENAME, BATCH, _RELATIVE, NORMALIZE, _PROMPT.format("pi0_fast"), TOKENIZE, _ACTIONS, DEVICE),
+        steps=(RENAME, BATCH, RELATIVE, NORMALIZE, _PROMPT.format("pi0_fast"), TOKENIZE, _ACTIONS, DEVICE),
         equal=_PIXELS,
         fields={**_FAST_TOKENIZERS, "max_action_tokens": 256},
     ),
@@ -139,8 +142,18 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     else:
         _check(config, model, where)
         params, stats = read_params(folder, model, PREFIX), read_stats(folder)
-    norm_stats = norm_stats_of(stats)
-    return Stored(where=where, format="lerobot", params=params, norm_stats=norm_stats, trained_with=trained_with)
+        trained_with = _trained_with(norm_map_of(folder, config))
+    executed, own = config.get("n_action_steps"), model.window.num_executed
+    if executed not in (None, own):
+        logger.info("%s executes %d actions of a chunk, here %d: --execute %d", where, executed, own, executed)
+    return Stored(
+        where=where,
+        format="lerobot",
+        params=params,
+        norm_stats=norm_stats_of(stats),
+        trained_with=trained_with,
+        action_dims=read_action_dims(folder, config),
+    )
 
 
 def write(directory: Path, stored: Stored, model: ModelConfig | None = None) -> None:
@@ -165,6 +178,10 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
     if not stats:
         logger.warning("%s has no norm stats: the policy's processors will not normalise values", stored.where)
     config, stats, steps, settings, write_tensors = _parts(stored, as_policy(model), stats)
+    relative = relative_settings(stored_action_dims(stored), config)
+    settings = {**settings, RELATIVE: relative, ABSOLUTE: {"enabled": relative["enabled"]}}
+    if relative["enabled"]:
+        config, steps = _with_relative_actions(config, steps, relative)
 
     def write(directory: Path) -> None:
         directory.mkdir(parents=True)
@@ -175,10 +192,11 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
     return write
 
 
+_Steps = tuple[Sequence[str], Sequence[str]]
 _Parts = tuple[
     dict[str, Any],
     Mapping[str, np.ndarray],
-    tuple[Sequence[str], Sequence[str]],
+    _Steps,
     Mapping[str, Mapping[str, Any]],
     Writer,
 ]
@@ -187,10 +205,11 @@ _Parts = tuple[
 def _parts(stored: Stored, policy: PolicyConfig, stats: Mapping[str, np.ndarray]) -> _Parts:
     """What a policy's folder holds: config, norm stats, steps around the model and their settings; tensors' writer."""
     params = stored.params
+    known = settings_of(stored.experiment) if stored.experiment else stored.trained_with
+    form = known.get(NORMALIZATION) or policy.normalization
     if isinstance(policy, DiffusionPolicyConfig):
-        known = settings_of(stored.experiment) if stored.experiment else stored.trained_with
         config = lerobot_diffusion.config_of(policy, known)
-        stats = lerobot_diffusion.ranges_there(stats, config["normalization_mapping"]["ACTION"])
+        stats = lerobot_diffusion.ranges_there(stats, FORMS[form])
         stats = {**stats, **image_stats(policy)}
         return (
             config,
@@ -198,6 +217,11 @@ def _parts(stored: Stored, policy: PolicyConfig, stats: Mapping[str, np.ndarray]
             lerobot_act.STEPS,
             {},
             lambda to: lerobot_diffusion.write_params(to, params, policy, config),
+        )
+    if isinstance(policy, ActConfig | SmolVlaConfig) and form != policy.normalization:
+        raise UsageError(
+            f"{stored.where} was trained with --data.normalization {form}, and such a policy of LeRobot's is read and "
+            f"written here with {policy.normalization} alone: serve it here (`serve`), or train it so"
         )
     if isinstance(policy, ActConfig):
         config, stats = lerobot_act.config_of(policy), {**stats, **image_stats(policy)}
@@ -208,9 +232,34 @@ def _parts(stored: Stored, policy: PolicyConfig, stats: Mapping[str, np.ndarray]
         return config, stats, steps, settings, lambda to: lerobot_smolvla.write_params(to, params, policy)
     theirs, dtypes = _policy_of(policy), {str(leaf.dtype) for leaf in params.values()}
     check_params(params)
-    config = _config_of(theirs, policy, stats, dtypes)
-    steps = (theirs.steps, (UNNORMALIZE, _ABSOLUTE, DEVICE))
+    config = _config_of(theirs, policy, stats, dtypes, FORMS[form])
+    stats = lerobot_diffusion.ranges_there(stats, FORMS[form])
+    steps = (theirs.steps, (UNNORMALIZE, ABSOLUTE, DEVICE))
     return config, stats, steps, _settings(config), lambda to: write_params(to, params, PREFIX)
+
+
+def _with_relative_actions(
+    config: Mapping[str, Any], steps: _Steps, relative: Mapping[str, Any]
+) -> tuple[dict[str, Any], _Steps]:
+    """The config and the steps of a policy whose actions are relative to the state: all types of LeRobot's run them.
+
+    Only pi0 and its relatives also have fields for them, with which LeRobot trains on.
+    """
+    logger.warning(
+        "the actions of this policy are relative to the state at a chunk's start: LeRobot 0.6.1 runs such a policy "
+        "with --inference.type=rtc or its policy server; its lerobot-eval adds the state of each step instead"
+    )
+    before, after = (list(names) for names in steps)
+    if RELATIVE not in before:
+        before.insert(before.index(NORMALIZE), RELATIVE)
+        after.insert(after.index(UNNORMALIZE) + 1, ABSOLUTE)
+        return dict(config), (before, after)
+    fields = {
+        "use_relative_actions": True,
+        "relative_exclude_joints": relative["exclude_joints"],
+        "action_feature_names": relative["action_names"],
+    }
+    return {**config, **fields}, (before, after)
 
 
 def _policy_of(model: PolicyConfig) -> LeRobotPolicy:
@@ -259,7 +308,7 @@ def _check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
         raise CheckpointError("\n".join([f"{where} does not fit the model:", *(f"  {text}" for text in problems)]))
     if (chunk := config.get("chunk_size", model.action_horizon)) != model.action_horizon:
         logger.warning("%s was trained on chunks of %d steps, the model has %d", where, chunk, model.action_horizon)
-    form, asked = _FORMS[model.normalization], config.get("normalization_mapping", {})
+    form, asked = FORMS[model.normalization], config.get("normalization_mapping", {})
     if odd := {kind: used for kind, used in asked.items() if kind in ("STATE", "ACTION") and used != form}:
         logger.warning("%s normalises by %s, the model here by %s: its actions are in other units", where, odd, form)
     theirs, own = config.get(_ACTION_TOKENIZER, PUBLISHED), getattr(model, "fast_tokenizer", PUBLISHED)
@@ -272,10 +321,22 @@ def _check(config: Mapping[str, Any], model: PolicyConfig, where: str) -> None:
         )
 
 
+def _trained_with(norm_map: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of an experiment that the policy says, by dotted name: how states and actions are normalised."""
+    used = {norm_map.get(kind) for kind in ("STATE", "ACTION")}
+    if used == {None}:
+        return {}
+    form = next((name for name, theirs in FORMS.items() if used == {theirs}), None)
+    return {NORMALIZATION: form or f"{norm_map.get('STATE')} of states and {norm_map.get('ACTION')} of actions"}
+
+
 def _config_of(
-    policy: LeRobotPolicy, model: PolicyConfig, stats: Mapping[str, np.ndarray], dtypes: set[str]
+    policy: LeRobotPolicy, model: PolicyConfig, stats: Mapping[str, np.ndarray], dtypes: set[str], form: str
 ) -> dict[str, Any]:
-    """The `config.json` of a folder with weights of these `dtypes`; dims are those of the norm stats, if there are."""
+    """The `config.json` of a folder with weights of these `dtypes` and LeRobot's normalisation `form`.
+
+    Dims are those of the norm stats, if there are.
+    """
     dims = {name: len(stats[f"{key}.mean"]) for name, key in FEATURES.items() if f"{key}.mean" in stats}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     size, width = getattr(model, "image_size", 224), getattr(model, "action_dim", 32)
@@ -285,7 +346,6 @@ def _config_of(
     }
     if odd := [name for name in variants.values() if name not in _VARIANTS]:
         logger.warning("LeRobot supports only the experts %s, not %s: it will not load this folder", _VARIANTS, odd)
-    form = _FORMS[model.normalization]
     fields, own = dict(policy.fields), getattr(model, "fast_tokenizer", PUBLISHED)
     if _ACTION_TOKENIZER in fields and own not in _PUBLISHED:
         fields[_ACTION_TOKENIZER] = own
@@ -325,8 +385,6 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
             "max_action_tokens": config.get("max_action_tokens"),
             _ACTION_TOKENIZER: config.get(_ACTION_TOKENIZER),
         },
-        _RELATIVE: {"enabled": False, "exclude_joints": ["gripper"], "action_names": None},
-        _ABSOLUTE: {"enabled": False},
     }
 
 

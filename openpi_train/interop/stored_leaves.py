@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from openpi_train.interop.place import Place
+from openpi_train.interop.robot_actions import ActionDims
+from openpi_train.robots.robot import Robot
 
 Index = tuple[slice, ...]
 Piece = tuple[Index, np.ndarray]
@@ -195,7 +197,9 @@ class Stored:
     `norm_stats` has the content of each `norm_stats.json`, by asset id. For our own runs, `experiment` is the JSON of
     the experiment, `tokenizer` the tokenizer's fingerprint, and `token_files` the folder of its files, if there;
     `text_length` is the number of text tokens of its longest rows, None where nothing tells. `trained_with` are fields
-    of an experiment beside its model's, by dotted name, of other trainers' policies that say how they were trained.
+    of an experiment beside its model's, by dotted name, of other trainers' policies that say how they were trained, and
+    `action_dims` which of their actions are relative to the state. `robots` are those of the norm stats, by asset id,
+    where they are known beside `experiment`.
     """
 
     where: str
@@ -208,6 +212,8 @@ class Stored:
     token_files: Place | None = None
     text_length: int | None = None
     trained_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    action_dims: ActionDims | None = None
+    robots: Mapping[str, Robot] = dataclasses.field(default_factory=dict)
 
 
 def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:

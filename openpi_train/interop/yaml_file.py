@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from openpi_train.interop.config_file import ConfigFile, flatten
+from openpi_train.launch import guide_files
 from openpi_train.runtime.exits import UsageError
 
 _TRAINING = "training"
@@ -132,7 +133,7 @@ _StrictLoader.add_implicit_resolver(_FLOAT, _FLOAT_FORM, list("-+0123456789."))
 def read_yaml(path: str | Path) -> Mapping[str, Any]:
     """The mapping in a YAML file, without entries that are null. Raises UsageError if it cannot be read."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(guide_files.found(path)).expanduser().read_text(encoding="utf-8")
         config = _without_nulls(yaml.load(text, _StrictLoader))
     except OSError as error:
         raise UsageError(f"the config {path} cannot be read: {error.strerror}") from error

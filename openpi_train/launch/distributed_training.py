@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openpi_train.launch import codes, forms
+from openpi_train.launch import codes, forms, guide_files
 from openpi_train.launch.spec import LaunchError
 from openpi_train.launch.this_host import this_host
 
@@ -46,8 +46,7 @@ def _words(given: argparse.Namespace, has_gpus: bool) -> list[str]:
     config = given.config or (_DEBUG_CONFIG if given.debug else None)
     if config is None:
         raise LaunchError("--config FILE is missing: the YAML config")
-    if not given.dry_run and not Path(config).is_file():
-        raise LaunchError(f"there is no config {config} (looked in {Path.cwd()})")
+    config = config if given.dry_run else guide_files.required(config)
     if not has_gpus:
         sys.stderr.write(f"{_PROGRAM}: there is no GPU here; --gpus {given.gpus}: processes with a CPU device each\n")
     share = this_host(
@@ -67,6 +66,7 @@ def _words(given: argparse.Namespace, has_gpus: bool) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=_PROGRAM,
         description="Let a robot policy learn from its own episodes by a YAML config, on several GPUs or hosts.",
         epilog="What follows -- are flags of the experiment, which take precedence over the config.",

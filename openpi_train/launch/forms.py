@@ -4,6 +4,7 @@ Standard library only. Read next: `options.py`, `spec.py`, then `slurm.py` as an
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if unknown:
             raise LaunchError(
-                f"no such option: {' '.join(unknown)}; what the processes are to run comes after --, as in "
-                "`-- pi0_bridge_traj --exp-name x`, and `launch <how> --help` lists the options"
+                f"no such option: {' '.join(unknown)}{_closest(unknown, given.kind)}; what the processes are to run "
+                "comes after --, as in `-- pi0_bridge_traj --exp-name x`, and `launch <how> --help` lists the options"
             )
         return read_options(given.kind, vars(given), arguments=arguments).launch()
     except LaunchError as error:
@@ -41,8 +42,22 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return list(argv[:at]), tuple(argv[at + 1 :])
 
 
+def _closest(unknown: Sequence[str], kind: type[Launch]) -> str:
+    """The options that are nearest to unknown ones, in words; empty if none is near. Nothing is abbreviated."""
+    known = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_options(known, kind)
+    names = [name for action in known._actions for name in action.option_strings]
+    found = [name for word in unknown if word.startswith("--") for name in _near(word.partition("=")[0], names)]
+    return f" (did you mean {' or '.join(dict.fromkeys(found))}?)" if found else ""
+
+
+def _near(word: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith(word)] or difflib.get_close_matches(word, names, n=1)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="openpi-train launch",
         description="Start the processes of a run. Every process runs the command after --.",
         epilog="example: openpi-train launch local --processes 4 -- pi0_bridge_traj_tiny --exp-name x",
@@ -52,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, form in names.items():
         # The first line of its docstring, as a help of argparse is written.
         line = (form.__doc__ or "").partition("\n")[0].removesuffix(".")
-        added = forms.add_parser(name, help=line[:1].lower() + line[1:])
+        added = forms.add_parser(name, help=line[:1].lower() + line[1:], allow_abbrev=False)
         add_options(added, form)
         added.set_defaults(kind=form)
     return parser

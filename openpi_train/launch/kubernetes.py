@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.launch import codes
+from openpi_train.launch.ahead_of_start import require_start
 from openpi_train.launch.options import Launch, option
 from openpi_train.launch.spec import (
     DEFAULT_PORT,
@@ -76,6 +77,7 @@ class Kubernetes(Launch):
     grace_s: int = option("time to save after SIGTERM (%(default)s s)", 120)
     out: Path | None = option("file to write (default: the terminal)", None)
     apply: bool = option("pass the manifest to `kubectl apply`", False)
+    no_check: bool = option("do not look whether the command line is one that the run takes", False)
     dry_run: bool = option("only write the manifest, also with --apply", False)
 
     def __post_init__(self):
@@ -109,6 +111,9 @@ class Kubernetes(Launch):
 
     def launch(self) -> int:
         """Write the manifest, apply it if asked to, and return the exit code."""
+        if not self.no_check and not self.dry_run:
+            devices = self.num_nodes * max(self.gpus_per_node, 1)
+            require_start(self.arguments, num_devices=devices, env=dict(self.env), has_files=False)
         text = dump_all(manifest(self))
         if not self.claims:
             sys.stderr.write("launch: no --pvc: everything a pod writes, even checkpoints, is lost with the pod\n")

@@ -6,9 +6,9 @@ Read next: `this_host.py`.
 import argparse
 import shlex
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from openpi_train.launch import forms
+from openpi_train.launch import forms, guide_files
 from openpi_train.launch.spec import DEFAULT_PORT
 from openpi_train.launch.this_host import this_host
 
@@ -19,7 +19,10 @@ _OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun"
 
 
 class DoorParser(argparse.ArgumentParser):
-    """Names the page with the launch lines of other tools where an option is none of ours."""
+    """Names the page with the launch lines of other tools where an option is none of ours; takes no abbreviations."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{message}\nthe launch lines of other tools, and what they are here: {PAGE}")
@@ -36,10 +39,12 @@ def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:
     Raises LaunchError if an option is missing.
     """
     given = _parser().parse_args(list(options))
-    words = ["posttrain", "--config", given.config, "--mode", "train"]
+    started = _started(given)
+    config = given.config if given.dry_run else guide_files.required(given.config)
+    words = ["posttrain", "--config", config, "--mode", "train"]
     for name in ("algorithm", *_REPLACING):
         words += [f"--{name}", value] if (value := getattr(given, name)) is not None else []
-    return forms.main([*_started(given), "--", *words, *shlex.split(given.extra_args), *arguments])
+    return forms.main([*started, "--", *words, *shlex.split(given.extra_args), *arguments])
 
 
 def _started(given: argparse.Namespace) -> list[str]:

@@ -14,14 +14,15 @@ import sys
 import time
 from pathlib import Path
 
+from openpi_train.launch.ahead_of_start import RANK_VARIABLES, require_start
 from openpi_train.launch.options import Launch, at_least, option
 from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices, without_going_back
 
-# Variables that other launchers leave in a shell; a process would use them instead of Slurm's.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MOST_SIGNAL_S = 65535  # Slurm's own
 _CONTAINER_RUNTIMES = ("pyxis", "apptainer")
 _OWN_FOLDER = "slurm_scripts"
+# Of each GPU, by default: data workers decode pictures and video beside the loop.
+_CORES_PER_GPU = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,12 +34,15 @@ class Slurm(Launch):
 
     nodes: int = option("number of hosts (%(default)s)", 1, flags=("--nodes", "--num-nodes"))
     gpus_per_node: int | None = option("GPUs of each host", None)
+    gpus: int | None = option("GPUs of all hosts together, as Slurm counts them", None, type=at_least(1))
     processes_per_node: int | None = option("processes per host (default: one for each GPU)", None, type=at_least(1))
     devices_per_process: int | None = option(
         "CPU devices to create in each process; no GPU is used", None, type=at_least(1)
     )
     job_name: str | None = option("default: the experiment's name", None)
-    cpus_per_task: int | None = option("CPU cores of each process", None)
+    cpus_per_task: int | None = option(
+        f"CPU cores of each process (default: {_CORES_PER_GPU} for each of its GPUs; 0: left to the cluster)", None
+    )
     memory: str | None = option("memory of each host, in Slurm's format: 200G", None)
     time_limit: str | None = option("in Slurm's format: 24:00:00, or 2-0 for two days", None)
     partition: str | None = option(None, None)
@@ -55,6 +59,7 @@ class Slurm(Launch):
     max_restarts: int = option("maximum number of requeues (%(default)s); 0: never", 20)
     stop_before_s: int = option("seconds before the time limit to save and stop (%(default)s s)", 120)
     submit: bool = option("submit the file and print the job's id", False)
+    no_check: bool = option("write the file without looking whether the run would start", False)
     dry_run: bool = option("print the file, write and submit nothing", False)
     folder: Path = dataclasses.field(default_factory=Path.cwd)
     """The folder where the job runs, so that relative paths mean the same as where the file was written."""
@@ -66,6 +71,13 @@ class Slurm(Launch):
         check_arguments(self.arguments)
         if self.nodes < 1:
             raise LaunchError(f"--nodes {self.nodes}: there must be at least one")
+        if self.gpus is not None:
+            if self.gpus % self.nodes or self.gpus_per_node not in (None, self.gpus // self.nodes):
+                raise LaunchError(
+                    f"--gpus {self.gpus} counts the GPUs of all {self.nodes} nodes together, as Slurm does; give "
+                    f"--gpus-per-node for those of each ({self.gpus * self.nodes} in all, if each has {self.gpus})"
+                )
+            object.__setattr__(self, "gpus_per_node", self.gpus // self.nodes)
         if self.num_tasks_per_node < 1:
             raise LaunchError(
                 "say what each node runs: --gpus-per-node 4 (a process for each), or --processes-per-node 1"
@@ -84,8 +96,10 @@ class Slurm(Launch):
             if "=" not in setting:
                 raise LaunchError(f"--env {setting!r} is not NAME=VALUE")
             check_variable(setting.partition("=")[0])
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise LaunchError(f"--cpus-per-task {self.cpus_per_task}: there must be at least one")
+        if self.cpus_per_task is not None and self.cpus_per_task < 0:
+            raise LaunchError(
+                f"--cpus-per-task {self.cpus_per_task}: give a number of cores, or 0 for the cluster's own"
+            )
         if self.memory is not None and not re.fullmatch(r"\d+[KMGT]?", self.memory):
             raise LaunchError(f"--memory {self.memory!r} is not a number with K, M, G or T, as Slurm writes it: 256G")
         if wrong := [option for option in self.sbatch_arg if not option.startswith("-")]:
@@ -113,6 +127,18 @@ class Slurm(Launch):
         """A task is a process of the run."""
         return self.processes_per_node or self.gpus_per_node or 0
 
+    @property
+    def cores_per_task(self) -> int | None:
+        """CPU cores of each process; None leaves them to the cluster, which often gives one."""
+        if self.cpus_per_task is not None:
+            return self.cpus_per_task or None
+        return _CORES_PER_GPU * self.gpus_per_node // self.num_tasks_per_node if self.gpus_per_node else None
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of the run."""
+        return self.nodes * (self.gpus_per_node or self.num_tasks_per_node * (self.devices_per_process or 1))
+
     def absolute(self, path: Path) -> str:
         """An absolute path for the job."""
         return os.path.abspath(self.folder / path)
@@ -121,10 +147,21 @@ class Slurm(Launch):
         """Write the file, print its path, and with --submit submit it."""
         if self.venv and not os.path.isfile(activate := f"{self.absolute(self.venv)}/bin/activate"):
             raise LaunchError(f"--venv {self.venv} is not a virtual environment: {activate} does not exist")
+        if self.gpus is not None:
+            sys.stderr.write(f"launch: --gpus {self.gpus} in all: {self.gpus_per_node} on each of {self.nodes} nodes\n")
         text = script(dataclasses.replace(self, arguments=resumed(self.arguments)))
         if self.dry_run:
             print(text, end="")
             return 0
+        if not self.no_check and self.program is None:
+            require_start(
+                resumed(self.arguments),
+                num_devices=self.num_devices,
+                python=f"{self.absolute(self.venv)}/bin/python" if self.venv else sys.executable,
+                folder=self.folder,
+                env=dict(setting.split("=", 1) for setting in self.env),
+                has_files=self.container is None,
+            )
         output_dir = self.absolute(self.output_dir)
         file = Path(self.absolute(self.file or Path(output_dir, f"{self.name}.sh")))
         os.makedirs(output_dir, exist_ok=True)  # Slurm does not create it
@@ -132,7 +169,7 @@ class Slurm(Launch):
         if not self.submit:
             print(f"written: {file}\nsubmit it: sbatch {file}")
             return 0
-        number = _submit(file)
+        number = _submit(file, self)
         print(f"written: {file}\nsubmitted: job {number}, output {output_dir}/{self.name}_{number}.out")
         return 0
 
@@ -203,7 +240,7 @@ def _headers(job: Slurm) -> list[str]:
         "nodes": job.nodes,
         "ntasks-per-node": job.num_tasks_per_node,
         "gpus-per-node": job.gpus_per_node,
-        "cpus-per-task": job.cpus_per_task,
+        "cpus-per-task": job.cores_per_task,
         "mem": job.memory,
         "time": job.time_limit,
         "partition": job.partition,
@@ -239,7 +276,7 @@ def _srun(job: Slurm) -> list[str]:
     nodes, tasks = job.nodes, job.num_tasks_per_node
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * tasks}", f"--ntasks-per-node={tasks}"]
     # Since Slurm 22.05 srun does not inherit it from the job.
-    words += [f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else []
+    words += [f"--cpus-per-task={job.cores_per_task}"] if job.cores_per_task else []
     if job.container is not None and job.container_runtime == "pyxis":
         folder = job.folder.absolute()
         mounts = ",".join([f"{folder}:{folder}", *job.container_mount])
@@ -259,14 +296,19 @@ def _write(file: Path, text: str) -> None:
     file.chmod(0o755)
 
 
-def _submit(file: Path) -> str:
+def _submit(file: Path, job: Slurm) -> str:
     """Submit the file with sbatch; returns the job's number."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LaunchError(f"sbatch is not installed on this machine: submit {file} from a login node of the cluster")
     done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LaunchError(f"sbatch refused {file}: {done.stderr.strip()}")
+        cores = (
+            f"\n(it asks for {job.cores_per_task} cores for each process; --cpus-per-task changes that)"
+            if job.cpus_per_task is None and job.cores_per_task
+            else ""
+        )
+        raise LaunchError(f"sbatch refused {file}: {done.stderr.strip()}{cores}")
     return done.stdout.strip().partition(";")[0]  # "4711" or "4711;cluster"
 
 

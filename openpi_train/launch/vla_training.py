@@ -4,10 +4,11 @@ Read next: `this_host.py`, `scripts/main_train_ddp.py`, `scripts/run_ddp_trainin
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from openpi_train.launch import forms
-from openpi_train.launch.spec import DEFAULT_PORT
+from openpi_train.launch import codes, forms, guide_files
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
 from openpi_train.launch.this_host import this_host
 
 _PROGRAM = "main_train_ddp.py"
@@ -17,6 +18,11 @@ def main(argv: Sequence[str]) -> int:
     """Start the processes of this host; options that are not the launcher's go to `vla`. Returns the exit code."""
     options, arguments = forms.split_arguments(list(argv))
     given, others = _parser().parse_known_args(options)
+    try:
+        config = given.config_path if given.dry_run else guide_files.required(given.config_path)
+    except LaunchError as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        return codes.USAGE
     share = this_host(
         # A process without GPUs of its own uses all of its host.
         processes=given.world_size or 1,
@@ -30,16 +36,16 @@ def main(argv: Sequence[str]) -> int:
         log_dir=given.log_dir,
         dry_run=given.dry_run,
     )
-    return forms.main([*share, "--", "vla", "--config", given.config_path, *others, *arguments])
+    return forms.main([*share, "--", "vla", "--config", config, *others, *arguments])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=_PROGRAM,
         description="Train a PaliGemma policy by a YAML config, on the GPUs of this host.",
         epilog="Other options, such as --batch_size, --epochs and --keep_effective_batch_size, go to "
         "`python -m openpi_train vla`, whose --help explains them.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_path", "--config-path", "--config", default="configs/vla_config.yaml")
     parser.add_argument(

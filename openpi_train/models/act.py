@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
+from openpi_train.data.windows import WindowShape
 from openpi_train.models.act_network import Act
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.exact_policy import ExactPolicyConfig
@@ -88,6 +89,11 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
     def frozen_dtype(self, path: str) -> Any:
         """float32 of the batch norms: few numbers, which scale everything."""
         return jnp.float32 if self.frozen(path) else super().frozen_dtype(path)
+
+    @property
+    def window(self) -> WindowShape:
+        """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
+        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
 
     @property
     def parameter_groups(self) -> Mapping[str, str]:

@@ -107,6 +107,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
             first_action=1 - self.n_obs_steps,
             pad_before=self.n_obs_steps - 1,
             pad_after=self.n_action_steps - 1,
+            execute=self.n_action_steps,
         )
 
     @property

@@ -108,6 +108,19 @@ class Pi0Fast(nnx.Module):
     ) -> Int[Array, "b n"]:
         """Decode the tokens that follow the first part of each prompt, up to the end of the chunk, then padding.
 
+        Arguments are those of `sample_scored_tokens`.
+        """
+        return self.sample_scored_tokens(observation, keys, temperature, max_tokens)[0]
+
+    def sample_scored_tokens(
+        self,
+        observation: Observation,
+        keys: Key[Array, " b"] | None = None,
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
+    ) -> tuple[Int[Array, "b n"], Float[Array, "b n"]]:
+        """As `sample_tokens`, with the logarithm of the probability with which each was chosen.
+
         The causal part of `observation` is ignored. `keys`, one per row, are for temperatures above 0. `max_tokens` is
         the model's own by default.
         """
@@ -119,11 +132,13 @@ class Pi0Fast(nnx.Module):
 
     def sample_chunk(
         self, observation: Observation, keys: Key[Array, " b"], temperature: float, max_tokens: int
-    ) -> tuple[Int[Array, "b n"], Int[Array, " b"], Float[Array, "b h a"]]:
-        """Tokens after each prompt, how many of them were drawn, and the normalised chunk that they say."""
-        tokens = self.sample_tokens(observation, keys, temperature, max_tokens)
+    ) -> tuple[Int[Array, "b n"], Float[Array, "b n"], Int[Array, " b"], Float[Array, "b h a"]]:
+        """Tokens after each prompt, their log-probabilities at the temperature, how many of them were drawn, and the
+        normalised chunk that they say.
+        """
+        tokens, log_probs = self.sample_scored_tokens(observation, keys, temperature, max_tokens)
         before_end = jnp.cumprod(tokens != END, axis=1).sum(axis=1, dtype=jnp.int32)
-        return tokens, jnp.minimum(before_end + 1, max_tokens), self.read_actions(tokens)
+        return tokens, log_probs, jnp.minimum(before_end + 1, max_tokens), self.read_actions(tokens)
 
     def chunk_scores(self, observation: Observation, tokens: Int[Array, "b n"], temperature: float) -> TokenScores:
         """The scores of these tokens after each prompt, with their entropy, in one pass.

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from openpi_train.data.windows import WindowShape
 from openpi_train.models.model_config import RowTransform
 from openpi_train.models.prompted import PromptedConfig
 from openpi_train.models.row_text import PromptText
@@ -92,6 +93,11 @@ class SmolVlaConfig(PromptedConfig):
             )
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+
+    @property
+    def window(self) -> WindowShape:
+        """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
+        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
 
     @property
     def language(self) -> DecoderSizes:

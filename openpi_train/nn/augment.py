@@ -1,13 +1,15 @@
 """Random augmentation of training images on the device, with keys per row.
 
 The transformations and their strengths are openpi's (`models/model.py` at 15a9616: augmax's RandomCrop, Resize, Rotate
-and ColorJitter); ours are drawn per row and done in one resampling instead of three.
+and ColorJitter; `models_pytorch/preprocessing_pytorch.py`). Ours are drawn per row and camera; openpi's wrist cameras
+of a row share their jitter, and its PyTorch port draws once per batch.
 
 Read next: `objectives/flow_matching.py`, which calls it in the training step.
 """
 
 import abc
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -97,14 +99,21 @@ class NoAugmentation(Augmentation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageAugmentation(Augmentation):
-    """Random crop, rotation and colour jitter of a given strength.
+    """Random crop, rotation and colour jitter of a given strength, in one of openpi's two kinds.
 
     `crop_scale` and `rotation_degrees` apply to all cameras but wrist cameras (slots with "wrist" in their name), whose
-    view is fixed to the gripper. Brightness, contrast and saturation are multiplied by factors drawn from
-    [1 - strength, 1 + strength].
+    view is fixed to the gripper.
+
+    openpi is what openpi's published weights were trained with: augmax 0.3.4, whose colour jitter changes a share of
+    the images in HSV. It leaves the saturation as it is: augmax computes the changed one, and does not use it.
+    openpi_torch is as openpi's PyTorch port: brightness, contrast and saturation of every image are multiplied by
+    factors drawn from [1 - strength, 1 + strength]; grey is luma here, and the mean of the colours there. `hue` and
+    `jittered_share` belong to the former, `saturation` to the latter.
     """
 
-    # Side of the random crop, as a share of the image's; it is scaled back up.
+    # openpi: as its JAX trainer; openpi_torch: as its PyTorch port.
+    kind: Literal["openpi", "openpi_torch"] = "openpi_torch"  # what runs had before there was a choice
+    # Side of the random crop, as a share of the image's; it is scaled back up. openpi's has whole pixels, rounded down.
     crop_scale: float = 0.95
     # Rotation about the centre, drawn from [-rotation_degrees, rotation_degrees].
     rotation_degrees: float = 5.0
@@ -112,8 +121,12 @@ class ImageAugmentation(Augmentation):
     brightness: float = 0.3
     # Strength of the contrast jitter.
     contrast: float = 0.4
-    # Strength of the saturation jitter.
+    # Strength of the saturation jitter, of openpi_torch.
     saturation: float = 0.5
+    # Strength of the hue jitter, in turns of the colour circle, of openpi.
+    hue: float = 0.1
+    # Share of the images whose colours are changed, of openpi.
+    jittered_share: float = 0.5
 
     @jax.named_scope("augment")
     def augment(self, images: Images, keys: Key[Array, " b"]) -> Images:
@@ -130,34 +143,86 @@ class ImageAugmentation(Augmentation):
     def _one(
         self, image: Float[Array, "height width 3"], key: Key[Array, ""], moves: bool
     ) -> Float[Array, "height width 3"]:
-        uniform = jax.random.uniform(key, (6,), jnp.float32, -1.0, 1.0)
+        uniform = jax.random.uniform(key, (7 if self.kind == "openpi" else 6,), jnp.float32, -1.0, 1.0)
         if moves:
-            image = self._move(image, uniform[:3])
-        return self._recolour(image, uniform[3:])
+            sides = np.array(image.shape[:2], np.float32)
+            crop = self.crop_scale * sides
+            crop = np.floor(crop) if self.kind == "openpi" else crop
+            angle = uniform[0] * np.float32(np.deg2rad(self.rotation_degrees))
+            image = moved(image, angle, uniform[1:3] * (sides - crop) / 2, crop / sides)
+        brightness, contrast = uniform[3] * self.brightness, uniform[4] * self.contrast
+        if self.kind == "openpi_torch":
+            return recoloured_in_rgb(image, 1.0 + brightness, 1.0 + contrast, 1.0 + uniform[5] * self.saturation)
+        jittered = recoloured_in_hsv(image, brightness, contrast, uniform[5] * self.hue)
+        return jnp.where(uniform[6] < 2.0 * self.jittered_share - 1.0, jittered, image)
 
-    def _move(self, image: Float[Array, "height width 3"], uniform: Float[Array, "3"]) -> Array:
-        """Crop, scale back and rotate: compute the source position of every pixel, then sample bilinearly."""
-        height, width, _ = image.shape
-        angle = uniform[0] * np.float32(np.deg2rad(self.rotation_degrees))
-        shift = uniform[1:] * (1.0 - self.crop_scale) / 2 * jnp.array([height, width], jnp.float32)
-        y = jnp.arange(height, dtype=jnp.float32)[:, None] - (height - 1) / 2
-        x = jnp.arange(width, dtype=jnp.float32)[None, :] - (width - 1) / 2
-        sine, cosine = jnp.sin(angle) * self.crop_scale, jnp.cos(angle) * self.crop_scale
-        rows = cosine * y - sine * x + (height - 1) / 2 + shift[0]
-        columns = sine * y + cosine * x + (width - 1) / 2 + shift[1]
-        return sample_bilinear(image, rows, columns)
 
-    def _recolour(self, image: Float[Array, "height width 3"], uniform: Float[Array, "3"]) -> Array:
-        """Brightness, then contrast about the mean grey, then saturation about each pixel's grey, in one pass."""
-        strengths = jnp.array([self.brightness, self.contrast, self.saturation], jnp.float32)
-        brightness, contrast, saturation = 1.0 + uniform * strengths
-        mean = 0.5 * (jnp.mean(image, axis=(0, 1)) @ _LUMA + 1.0)  # of the [0, 1] image
-        # All three are affine in the pixel: value -> gain * value + offset, and grey likewise.
-        gain, offset = brightness * contrast, (1.0 - contrast) * brightness * mean
-        # The same in [-1, 1], where value = (image + 1) / 2.
-        bright = gain * image + (gain + 2.0 * offset - 1.0)
-        grey = jnp.sum(bright * _LUMA, axis=-1, keepdims=True)
-        return jnp.clip(grey + saturation * (bright - grey), -1.0, 1.0)
+# openpi's experiments'.
+OPENPI = ImageAugmentation(kind="openpi")
+
+
+def moved(
+    image: Float[Array, "height width 3"],
+    angle: Float[Array, ""],
+    shift: Float[Array, "2"],
+    scale: Float[np.ndarray, "2"],
+) -> Float[Array, "height width 3"]:
+    """A crop of this share of the rows and columns, scaled back to the image's size, then rotated; sampled once.
+
+    Args: `shift` is how far the crop's centre lies below and right of the image's, in pixels; `angle` in radians.
+    """
+    height, width, _ = image.shape
+    y = jnp.arange(height, dtype=jnp.float32)[:, None] - (height - 1) / 2
+    x = jnp.arange(width, dtype=jnp.float32)[None, :] - (width - 1) / 2
+    sine, cosine = jnp.sin(angle), jnp.cos(angle)
+    rows = scale[0] * (cosine * y - sine * x) + (height - 1) / 2 + shift[0]
+    columns = scale[1] * (sine * y + cosine * x) + (width - 1) / 2 + shift[1]
+    return sample_bilinear(image, rows, columns)
+
+
+def recoloured_in_rgb(
+    image: Float[Array, "height width 3"],
+    brightness: Float[Array, ""],
+    contrast: Float[Array, ""],
+    saturation: Float[Array, ""],
+) -> Float[Array, "height width 3"]:
+    """Factors of brightness, then of contrast about the mean grey, then of saturation about each pixel's grey."""
+    mean = 0.5 * (jnp.mean(image, axis=(0, 1)) @ _LUMA + 1.0)  # of the [0, 1] image
+    # All three are affine in the pixel: value -> gain * value + offset, and grey likewise.
+    gain, offset = brightness * contrast, (1.0 - contrast) * brightness * mean
+    # The same in [-1, 1], where value = (image + 1) / 2.
+    bright = gain * image + (gain + 2.0 * offset - 1.0)
+    grey = jnp.sum(bright * _LUMA, axis=-1, keepdims=True)
+    return jnp.clip(grey + saturation * (bright - grey), -1.0, 1.0)
+
+
+def recoloured_in_hsv(
+    image: Float[Array, "height width 3"],
+    brightness: Float[Array, ""],
+    contrast: Float[Array, ""],
+    hue: Float[Array, ""],
+) -> Float[Array, "height width 3"]:
+    """augmax's ColorJitter: changes of a pixel's value (its largest colour) and hue; its saturation stays.
+
+    Args: `brightness` in [-1, 1]: towards black below 0, towards white above. `contrast` in (-1, 1): the slope at one
+    half is tan((contrast + 1) pi / 4), and its inverse at both ends. `hue` in turns.
+    """
+    red, green, blue = (0.5 * (image[..., colour] + 1.0) for colour in range(3))
+    old = jnp.maximum(jnp.maximum(red, green), blue)
+    spread = old - jnp.minimum(jnp.minimum(red, green), blue)
+    red_leads, green_leads = (red >= green) & (red >= blue), green >= blue
+    ahead = jnp.where(red_leads, green - blue, jnp.where(green_leads, blue - red, red - green))
+    sector = jnp.where(red_leads, 0.0, jnp.where(green_leads, 2.0, 4.0))  # sixths of a turn
+    sixths = sector + ahead / jnp.where(spread > 0.0, spread, 1.0) + 6.0 * hue
+    saturation = spread / jnp.where(old > 0.0, old, 1.0)
+    value = jnp.where(brightness < 0.0, old * (1.0 + brightness), old * (1.0 - brightness) + brightness)
+    slope = jnp.tan((contrast + 1.0) * (np.pi / 4))
+    end = slope / (2.0 * (1.0 + slope))  # where the lines of both slopes meet
+    low, high = value / slope, 1.0 - (1.0 - value) / slope
+    value = jnp.where(value < end, low, jnp.where(value > 1.0 - end, high, slope * (value - 0.5) + 0.5))
+    place = (np.array([5.0, 3.0, 1.0], np.float32) + sixths[..., None]) % 6.0
+    share = jnp.clip(jnp.minimum(place, 4.0 - place), 0.0, 1.0)
+    return 2.0 * value[..., None] * (1.0 - saturation[..., None] * share) - 1.0
 
 
 def sample_bilinear(

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from openpi_train.keys import draw_noise, for_purpose
-from openpi_train.nn.augment import Augmentation, ImageAugmentation, NoAugmentation
+from openpi_train.nn.augment import OPENPI, Augmentation, NoAugmentation
 from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented, element_mask
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch
@@ -42,7 +42,7 @@ class FlowMatching(Objective):
     # Times are Beta(time_alpha, 1): above 1 they favour the noisy end.
     time_alpha: float = 1.5
     # How images are changed.
-    augmentation: Augmentation = dataclasses.field(default_factory=ImageAugmentation)
+    augmentation: Augmentation = OPENPI
     # Change training images at all.
     augment: bool = True
 

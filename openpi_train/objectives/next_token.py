@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Key
 
-from openpi_train.nn.augment import Augmentation, ImageAugmentation, NoAugmentation
+from openpi_train.nn.augment import OPENPI, Augmentation, NoAugmentation
 from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented
 from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.types import ActionBatch
@@ -32,7 +32,7 @@ class NextToken(Objective):
     # Average per row, independent of its number of tokens (openpi), or per token.
     mean_over: Literal["rows", "tokens"] = "rows"
     # How images are changed.
-    augmentation: Augmentation = dataclasses.field(default_factory=ImageAugmentation)
+    augmentation: Augmentation = OPENPI
     # Change training images at all.
     augment: bool = True
 

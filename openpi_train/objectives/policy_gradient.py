@@ -6,6 +6,7 @@ Read next: `sampling/law.py`, which gives the log-probabilities, and `practice/p
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +29,9 @@ _MANY_CLIPPED = 0.2
 # So does a larger divergence from the acting policy, in nats per unit, which may be spent on units that cannot be
 # clipped: those whose advantage is 0. At 1 nat a ratio is typically 4, or a quarter.
 _FAR_NATS = 1.0
+# The sampler is far from the policy that it samples for where the ratio of their probabilities is above 2 or below 1/2
+# (verl's `rollout_is_threshold`).
+_FAR_SAMPLED = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,21 +53,28 @@ class PolicyGradient(Objective):
     # their product (RLOO).
     ratio: Literal["unit", "mean", "product"] = "unit"
     # What counts the same: every unit (DAPO), every attempt (GRPO), or every unit with attempts counted as if each had
-    # `max_units` (Dr. GRPO).
+    # `max_units` (Dr. GRPO). Attempts from which nothing is learnt, since they were cut, count in the last two, as in
+    # TRL.
     average: Literal["units", "attempts", "constant"] = "units"
     # Units of an attempt for `average constant`.
     max_units: int | None = at_least(1, None)
-    # How far below 1 a ratio still has an effect.
+    # How far below 1 a ratio still has an effect: 0.2 is the default of Schulman et al. 2017, TRL and verl for tokens,
+    # and RLinf's for flows whose law sums over actions. With a law that takes their mean, DPPO's is 0.01.
     clip_low: float = at_least(0, 0.2)
     # How far above 1 (DAPO: 0.28).
     clip_high: float = at_least(0, 0.2)
-    # The largest ratio also for what went worse than expected (two-sided clipping); None: no limit.
+    # The largest ratio also for what went worse than expected: dual clip (Ye et al. 2020, who take 3; verl's
+    # `clip_ratio_c`, TRL's `delta`). None: no limit.
     clip_most: float | None = at_least(1, None)
+    # Truncated importance sampling: a unit's policy loss is weighed by the probability that training computes for the
+    # policy that acted, over the one that its sampler drew the unit with, but at most by this. None: it is not, as by
+    # default in verl, and in TRL without vLLM. Usual bounds are 2 (verl) and 3 (TRL).
+    sampling_clip: float | None = at_least(0, None)
     # Weight of the divergence from the reference.
     kl_weight: float = at_least(0, 0.0)
     # Its estimate, with d = log(reference / policy): k1 is -d, k2 is d^2 / 2, k3 is exp(d) - d - 1.
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    # Weight of the entropy, which is raised.
+    # Weight of the entropy, which is raised: its mean over all units, whatever `average` is (TRL's `entropy_coef`).
     entropy_weight: float = 0.0
     # Weight of the critic's squared error; 0: there is no critic.
     value_weight: float = at_least(0, 0.0)
@@ -80,6 +91,8 @@ class PolicyGradient(Objective):
             )
         if self.clip_low > 1:
             problems.append(f"--objective.clip-low {self.clip_low} must be at most 1")
+        if self.sampling_clip == 0:
+            problems.append("--objective.sampling-clip 0 must be above 0, or nothing is learnt; 2 and 3 are usual")
         if self.clip_most is not None and self.clip_most <= 1 + self.clip_high:
             problems.append(
                 f"--objective.clip-most {self.clip_most} must be above 1 + clip_high, {1 + self.clip_high}, or the "
@@ -102,10 +115,10 @@ class PolicyGradient(Objective):
         return self.law.action_sampler
 
     def norms(self, batch: PracticeBatch) -> Norms:
-        """The number of units that count, and of attempts that have some."""
+        """The number of units that count, and of attempts, with those that have none."""
         return {
             "units": jnp.maximum(batch.mask.sum(), 1).astype(jnp.float32),
-            "attempts": jnp.maximum(batch.mask.any(axis=1).sum(), 1).astype(jnp.float32),
+            "attempts": jnp.maximum(batch.is_attempt.sum(), 1).astype(jnp.float32),
         }
 
     @jax.named_scope("loss")
@@ -122,23 +135,30 @@ class PolicyGradient(Objective):
         ratio = jnp.exp(self._limited(self._of_attempts(log_ratio, jnp.maximum(lengths, 1))))
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
         bounded = ratio if self.clip_most is None else jnp.minimum(ratio, self.clip_most)
-        policy = (weights * jnp.maximum(-batch.advantages * bounded, -batch.advantages * clipped)).sum()
+        gap = jnp.where(batch.mask, acting - batch.sampling_log_probs, 0.0)
+        sampled = jnp.exp(self._limited(gap))
+        correction = 1.0 if self.sampling_clip is None else jnp.minimum(sampled, self.sampling_clip)
+        policy = (weights * correction * jnp.maximum(-batch.advantages * bounded, -batch.advantages * clipped)).sum()
 
         def mean(values: Array) -> Array:
             return (mask * values).sum() / norms["units"]
 
         is_low = (ratio < 1 - self.clip_low) & (batch.advantages < 0)
         is_high = (ratio > 1 + self.clip_high) & (batch.advantages > 0)
+        is_most = (ratio > bounded) & (batch.advantages < 0)
         metrics = {
             "policy_loss": policy,
             "ratio": mean(ratio),
-            "clip_fraction": mean(is_low | is_high),
+            "clip_fraction": mean(is_low | is_high | is_most),
             "clip_fraction_low": mean(is_low),
             "clip_fraction_high": mean(is_high),
             "approx_kl": mean(0.5 * jnp.square(log_ratio)),
-            "entropy": mean(found.entropy),
+            "entropy": (entropy := mean(found.entropy)),
+            "sampling_difference": mean(jnp.abs(gap)),
+            "sampling_ratio": mean(sampled),
+            "sampling_far": mean(jnp.abs(gap) > _FAR_SAMPLED),
         }
-        loss = policy - self.entropy_weight * (weights * found.entropy).sum()
+        loss = policy - self.entropy_weight * entropy
         if self.kl_weight:
             kl = self.divergence(found.log_prob, batch.reference_log_probs)
             loss += self.kl_weight * (weights * kl).sum()

@@ -52,10 +52,33 @@ class LRSchedule:
         """The schedule for a run of this length, with fractions of the length converted to steps."""
         changes: dict[str, Any] = {}
         if self.warmup_ratio is not None:
-            changes |= {"warmup_steps": round(self.warmup_ratio * num_train_steps), "warmup_ratio": None}
+            # The ceiling, as in transformers' `TrainingArguments.get_warmup_steps`.
+            changes |= {"warmup_steps": math.ceil(self.warmup_ratio * num_train_steps), "warmup_ratio": None}
         if self.decay_steps is None:
             changes |= {"decay_steps": num_train_steps}
         return dataclasses.replace(self, **changes)
+
+    def in_words(self, num_train_steps: int) -> str:
+        """What the rate does in a run of this length: `from 0 to 5e-05 in 10 steps, then linearly to 0 at step 100`."""
+        own = self.over(num_train_steps)
+        start, end = own.peak_lr / (own.warmup_steps + 1) if own.warmup_lr is None else own.warmup_lr, own.decay_steps
+        if own.warmup_steps:
+            log = ", by the logarithm," if own.warmup_shape == "log" else ""
+            risen = f"from {start:g} to {own.peak_lr:g}{log} in {own.warmup_steps} steps"
+        else:
+            risen = f"{own.peak_lr:g}"
+        match own.kind:
+            case "constant":
+                return f"{risen}, and constant"
+            case "rsqrt":
+                return f"{risen}, then by the inverse square root of time, in units of {end} steps"
+            case "wsd":
+                since = (end or 0) - max(round(own.tail_ratio * (end or 0)), 1)
+                return (
+                    f"{risen}, then constant, and from step {since} on to {own.decay_lr:g} at step {end} ({own.tail})"
+                )
+        how = {"linear": "linearly", "cosine": "by a cosine"}[own.kind]
+        return f"{risen}, then {how} to {own.decay_lr:g} at step {end}"
 
     def check(self, num_train_steps: int) -> list[str]:
         """What is wrong with these values in a run of this length, each with the flag to change."""

@@ -1,9 +1,11 @@
-"""Two wrappers of optax rules: layer by layer, and with moments stored in a smaller dtype.
+"""Wrappers of optax rules: layer by layer, part by part, and with moments stored in a smaller dtype.
 
-Both map a rule to a rule, over parameters in a flat dictionary by path. Read next: `optimizer_config.py`.
+They map a rule to a rule, over parameters in a flat dictionary by path. Read next: `optimizer_config.py`.
 """
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +13,13 @@ import jax.numpy as jnp
 import optax
 
 _WHOLE = "whole"
+# Names of stacks, and of ACT's and SmolVLA's by what a layer of theirs consists of. `layers/0` is one layer of a list.
+_STACK = re.compile(r"(^|/)(layers/(?!\d)|vae_layers/|(encoder|decoder|expert)/(attention|among|across|mlp|norm_\d)/)")
 
 
 def is_stacked(path: str) -> bool:
     """Whether the parameter holds one array per layer, on its first dim (`nn/layers.py: stack_layers`)."""
-    return "layers" in path.split("/")
+    return _STACK.search(path) is not None
 
 
 def by_layer(rule: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -61,6 +65,36 @@ def _layer_axes(rule: optax.GradientTransformation, group: Mapping[str, Any]) ->
     layer = {path: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for path, leaf in group.items()}
     state = jax.eval_shape(rule.init, layer)
     return jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.integer) else 0, state)
+
+
+def with_parts(num_parts: Callable[[str], int], rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Apply `rule` to parameters whose last dim is cut into `num_parts(path)` parts: (inputs, parts, outputs).
+
+    Parameters of one part, and all moments between updates, have the shapes that they would have without it.
+    """
+
+    def parts(tree: Any) -> Any:
+        def cut(path: Any, leaf: Any) -> Any:
+            number = num_parts(str(getattr(path[-1], "key", ""))) if path else 1
+            return leaf if number == 1 else leaf.reshape(*leaf.shape[:-1], number, leaf.shape[-1] // number)
+
+        return jax.tree_util.tree_map_with_path(cut, tree)
+
+    def joined(tree: Any) -> Any:
+        def join(path: Any, leaf: Any) -> Any:
+            number = num_parts(str(getattr(path[-1], "key", ""))) if path else 1
+            return leaf if number == 1 else leaf.reshape(*leaf.shape[:-2], math.prod(leaf.shape[-2:]))
+
+        return jax.tree_util.tree_map_with_path(join, tree)
+
+    def init(params: Any) -> Any:
+        return joined(rule.init(parts(params)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = rule.update(parts(updates), parts(state), parts(params))
+        return joined(updates), joined(state)
+
+    return optax.GradientTransformation(init, update)
 
 
 def moments_stored_as(dtype: Any, rule: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -11,7 +11,7 @@ from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.policy import Policy
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.real_time_chunking import prefix_weights
+from openpi_train.sampling.real_time_chunking import MAX_GUIDANCE, prefix_weights
 
 
 class Acting:
@@ -48,10 +48,13 @@ class ActingInRealTime(Acting):
     Meanwhile the previous chunk is executed; the new one is inpainted onto it. Queries are `execute` actions apart.
     """
 
-    def __init__(self, policy: Policy, env: Env, *, delay: int, execute: int):
-        """Raises ValueError if delay and execute do not fit the chunk."""
+    def __init__(self, policy: Policy, env: Env, *, delay: int, execute: int, max_guidance: float = MAX_GUIDANCE):
+        """Raises ValueError if delay and execute do not fit the chunk, or the largest guidance is not above 0."""
         super().__init__(policy, env)
+        if not 0 < max_guidance < float("inf"):
+            raise ValueError(f"a largest guidance of {max_guidance:g} must be above 0 and finite")
         self._delay, self._execute = delay, execute
+        self._max_guidance = max_guidance
         self._ahead = policy.form.window.num_ahead
         self._weights = prefix_weights(self._ahead, delay, execute)
         self._plan: np.ndarray | None = None
@@ -68,8 +71,8 @@ class ActingInRealTime(Acting):
         self._plan = np.concatenate([rest[:, : self._delay], chunks[:, self._delay :]], axis=1)
         return self._plan
 
-    def _towards(self, rest: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rest of the plan as normalised model actions relative to the present states, and the weights."""
+    def _towards(self, rest: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rest of the plan as normalised model actions relative to the present states, weights, and bound."""
         robot, (horizon, width) = self._policy.form.robot, self._policy.sampler.chunk
         _, relative = robot.to_model(states, rest)
         assert relative is not None
@@ -80,7 +83,7 @@ class ActingInRealTime(Acting):
         target[:, first : first + actions.shape[1], : actions.shape[2]] = actions
         weights = np.zeros_like(target)
         weights[:, first:] = self._weights[:, None]
-        return target, weights
+        return target, weights, np.full(len(rest), self._max_guidance, np.float32)
 
 
 def _draws(keys: Key[Array, " b"]) -> list[int]:

@@ -12,12 +12,14 @@ from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError
 
 
-def experiment_from_json(value: Mapping[str, Any], like: Experiment | None = None) -> Experiment:
+def experiment_from_json(
+    value: Mapping[str, Any], like: Experiment | None = None, left_out: list[str] | None = None
+) -> Experiment:
     """The experiment that `as_json` stored; the classes of `like` are allowed in addition to the package's.
 
-    Raises CheckpointError if a class or a field is unknown.
+    Raises CheckpointError if a class or a field is unknown; with `left_out` (`config_from_json`) only for a class.
     """
-    return config_from_json(value, Experiment, "experiment", classes_of(like))
+    return config_from_json(value, Experiment, "experiment", classes_of(like), left_out)
 
 
 def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) -> Experiment:
@@ -32,12 +34,15 @@ def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) 
     return dataclasses.replace(experiment, model=model)
 
 
-def recorded_experiment(run: Path, like: Experiment | None = None) -> Experiment | None:
-    """The experiment that a run's directory has recorded; None if there is no run. Errors: `experiment_from_json`."""
+def recorded_json(run: Path) -> Mapping[str, Any] | None:
+    """What a run's directory has recorded of its experiment, as `as_json` stored it; None if there is no run.
+
+    Raises CheckpointError if the file is damaged.
+    """
     file = run / "experiment.json"
     if not file.is_file():
         return None
     try:
-        return experiment_from_json(read_json(file), like)
+        return read_json(file)
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); put a copy back") from error

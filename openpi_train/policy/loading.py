@@ -15,6 +15,7 @@ from openpi_train.data.translation import Translation
 from openpi_train.experiment import Experiment
 from openpi_train.interop import diffusion_policy_checkpoint, lerobot_folder
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files
+from openpi_train.interop.robot_actions import check_action_dims
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.model_config import as_policy
 from openpi_train.policy.observation import ObservationForm
@@ -72,6 +73,7 @@ def load_policy(
         raise UsageError(f"{num_sample_steps} denoising steps are too few; give 1 or more")
     stored, run = open_run(directory, experiment)
     chosen = choose_dataset(run, dataset)
+    check_action_dims(stored, chosen.robot)
     config, model = run.demonstrations, run.policy
     if stored.token_files is not None:
         folder = on_disk(stored.token_files)

@@ -8,6 +8,8 @@ without "observation/", images with channels first, and images as fractions are 
 import contextlib
 import dataclasses
 import difflib
+import functools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 from openpi_train.data.windows import WindowShape
 from openpi_train.robots.robot import Robot
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = "observation/"
 PROMPT, STATE = "prompt", "state"
 _MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
@@ -23,6 +27,8 @@ _MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
 _MAX_PROMPT_LENGTH = 20_000
 # Maximum pixels along a side: resizing a longer one takes memory and time out of proportion to its bytes.
 _MAX_SIDE = 8192
+# By how much fractions may lie outside 0..1 through rounding: a quarter of a pixel's step.
+_OVERSHOOT = 1e-3
 
 
 class ObservationError(ValueError):
@@ -211,16 +217,31 @@ def _kind(leaf: Any) -> object:
 
 
 def _as_bytes(key: str, image: np.ndarray) -> np.ndarray:
-    """The image as uint8; fractions are rounded down, as in openpi's policies."""
+    """The image as uint8; fractions are rounded down, as in openpi's policies.
+
+    Fractions that overshoot by rounding, as after resizing, are clipped, with one warning.
+    """
     if image.dtype == np.uint8:
         return image
     low, high = image.min(), image.max()
-    if image.dtype.kind == "f" and low >= 0 and high <= 1:
+    if image.dtype.kind in "iu" and low >= 0 and high <= 255:
+        return image.astype(np.uint8)
+    if image.dtype.kind == "f" and low >= -_OVERSHOOT and high <= 1 + _OVERSHOOT:
+        if low < 0 or high > 1:
+            _tell_overshoot(key)
         made = np.empty(image.shape, np.uint8)
         for row in np.ndindex(image.shape[:-2]):  # row by row, to save memory
-            made[row] = 255 * image[row]
+            made[row] = 255 * np.clip(image[row], 0, 1)
         return made
-    raise ObservationError(f"{key!r} is {image.dtype} from {low} to {high}; expected uint8, or fractions from 0 to 1")
+    raise ObservationError(
+        f"{key!r} is {image.dtype} from {low} to {high}; expected uint8, or whole numbers from 0 to 255, or fractions "
+        "from 0 to 1"
+    )
+
+
+@functools.cache
+def _tell_overshoot(key: str) -> None:
+    logger.warning("%r has fractions below 0 or above 1, by at most %g: clipped", key, _OVERSHOOT)
 
 
 def _listing(keys: Iterable[str]) -> str:

@@ -74,11 +74,12 @@ class Policy:
         self,
         prepared: Sequence[tuple[Row, np.ndarray]],
         draws: Sequence[int] | None = None,
-        towards: tuple[np.ndarray, np.ndarray] | None = None,
+        towards: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
     ) -> list[dict[str, Any]]:
         """The answers to observations from `prepare`: `actions`, `state` and `draw` of each.
 
-        `towards`: a normalised target and its weights, for real-time chunking (`acting.py`).
+        `towards`: a normalised target, its weights and the largest strength of the guidance, for real-time chunking
+        (`acting.py`).
         """
         if not prepared:
             return []
@@ -114,6 +115,7 @@ class Policy:
             "control_hz": robot.control_hz,
             "action_horizon": window.horizon + window.first_action,
             "history": window.history,
+            "num_executed": window.num_executed,
             "experiment": self.experiment,
             "checkpoint": self.checkpoint,
         }

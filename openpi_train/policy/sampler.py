@@ -86,11 +86,12 @@ class Sampler:
         self,
         rows: Sequence[Row],
         draws: Sequence[int],
-        towards: tuple[np.ndarray, np.ndarray] | None = None,
+        towards: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
     ) -> np.ndarray:
         """The normalised chunks float32 [n, h, a] of these rows; a row's noise is a function of seed and draw alone.
 
-        `towards`: a target and its weights, both float32 [n, h, a], for real-time chunking.
+        `towards`: a target and its weights, both float32 [n, h, a], and the largest strength of the guidance, float32
+        [n], for real-time chunking.
         """
         found, most = [], self.sizes[-1]
         for start in range(0, len(rows), most):
@@ -153,7 +154,7 @@ class Sampler:
             module = merge_module(graphdef, params)
             sampler = self.action_sampler
             if towards:
-                guide = Guide(target=towards[0], weights=towards[1])
+                guide = Guide(target=towards[0], weights=towards[1], max_guidance=towards[2])
                 sampler = dataclasses.replace(as_flow(sampler), guide=guide)
             return sampler.chunks(module, seen, keys, self.num_steps, self.chunk)
 

@@ -31,8 +31,9 @@ class Attempts:
 
     `rewards` are NaN where there is none. `outcomes` are the part of the reward that says what was achieved, without
     terms that shape how: by these a group is mixed or not. `is_cut` marks attempts that were ended by a limit.
-    `mask` marks the units that the policy chose. `columns` and `local` say what it did. `parts` are other numbers of
-    each attempt, for the log; those that are NaN are not of its kind.
+    `mask` marks the units that the policy chose. `columns` and `local` say what it did, and have `sampling_log_probs`
+    [n, u], the units' log-probabilities as the sampler computed them. `parts` are other numbers of each attempt, for
+    the log; those that are NaN are not of its kind.
     """
 
     contexts: np.ndarray

@@ -145,6 +145,7 @@ class PracticeFeed(Feed):
         self._columns = {
             **attempts.columns,
             "mask": mask,
+            "is_attempt": collected.counts,
             "advantages": advantages.astype(np.float32),
             "returns": returns.astype(np.float32),
             "log_probs": recorded.log_probs,

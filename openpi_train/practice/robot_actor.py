@@ -34,10 +34,10 @@ from openpi_train.practice.kept_episodes import EpisodeRecorder, KeptEpisodes
 from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.robot_practice import RobotPractice
-from openpi_train.practice.robot_query import ACTIONS, kept, query
+from openpi_train.practice.robot_query import ACTIONS, EXECUTED, KEPT, kept, query
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError
-from openpi_train.sampling.action_law import ActionLaw, by_query
+from openpi_train.sampling.action_law import LOG_PROBS, ActionLaw, by_query
 from openpi_train.types import action_batch
 from openpi_train.types import observation as observation_of
 
@@ -97,6 +97,7 @@ class RobotActor(Actor):
         self._rows, self._demonstrated = RobotRows(translation, self._env), running.data.train
         self.num_lanes, num_groups = running.batch_size, trainer.plan.num_row_groups
         self._lanes = local_rows(trainer.plan.batch, self.num_lanes)
+        self._chunk = running.data.train.spec["actions"][0]
         # The rows of a batch on one device, and its episodes in one iteration.
         self._lanes_per_device = self.num_lanes // num_groups
         per_device = practice.num_attempts // num_groups
@@ -160,6 +161,8 @@ class RobotActor(Actor):
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
             table[int(number)] = end
         returns, outcomes, steps = table[:, :3].T
+        columns[EXECUTED] = self._executed(steps[own])
+        columns["sampling_log_probs"] = self._sampling_log_probs(columns)
         if self._kept is not None:
             self._kept.end_wave(steps, outcomes)
         tasks = np.repeat([self._task(draw) for draw in draws], group_size)
@@ -216,7 +219,7 @@ class RobotActor(Actor):
         return action_batch(found) if found else None
 
     def traces(self, columns: Mapping[str, Any]) -> Any:
-        return self._law.traces(observation_of(dict(columns)), kept(columns), columns["row"])
+        return self._law.traces(observation_of(dict(columns)), kept(columns), columns[EXECUTED], columns["row"])
 
     def describe(self, attempts: Attempts, number: int) -> str:
         steps = int(attempts.parts["control_steps"][number])
@@ -304,6 +307,27 @@ class RobotActor(Actor):
         """
         records = made + made[-1:] * (self._practice.num_queries(self._model) - len(made))
         return {name: np.stack([record[name] for record in records], axis=1) for name in records[0]}
+
+    def _executed(self, steps: np.ndarray) -> np.ndarray:
+        """The values [*n, q, h, a] of the chunks that were executed in episodes of so many control steps [*n].
+
+        An episode may end within a chunk. The robot's dims are the first ones; a chunk may begin in the past.
+        """
+        practice, model = self._practice, self._model
+        execute, (horizon, dims) = practice.num_executed(model), self._chunk
+        first = np.arange(practice.num_queries(model)) * execute
+        count = np.clip(steps[..., None] - first, 0, execute)
+        place = np.arange(horizon) + model.window.first_action
+        in_time = (place >= 0) & (place < count[..., None])
+        return in_time[..., None] & (np.arange(dims) < len(self._rows.robot.action_names))
+
+    def _sampling_log_probs(self, columns: dict[str, np.ndarray]) -> np.ndarray:
+        """The sampler's log-probabilities [n, rows, q * u] of all these chunks; those of single values are dropped."""
+        drawn, executed = kept(columns), columns[EXECUTED]
+        del columns[KEPT + LOG_PROBS]
+        flat = {name: value.reshape(-1, *value.shape[3:]) for name, value in drawn.items()}
+        found = self._law.sampling_log_probs(flat, executed.reshape(-1, *executed.shape[3:]))
+        return found.reshape(*executed.shape[:2], -1).astype(np.float32)
 
     def _mask(self, steps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The units [n, q * u] of the queries that were made before so many control steps; lengths [n, q]."""

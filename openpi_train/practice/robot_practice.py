@@ -36,7 +36,7 @@ class RobotPractice(Practice):
     tasks: tuple[str, ...] | None = None
     # Initial states of each task; None: new ones for ever.
     states_per_task: int | None = at_least(1, None)
-    # Number of actions of each chunk that are executed before the next query; None: half of the chunk.
+    # Number of actions of each chunk that are executed before the next query; None: the model's own number.
     execute: int | None = at_least(1, None)
     # Control steps after which an episode counts as failed; None: the environment's own limit.
     max_steps: int | None = at_least(1, None)
@@ -149,14 +149,14 @@ class RobotPractice(Practice):
         def several(count: int, tree: Any) -> Any:
             return jax.tree.map(lambda leaf: of(leaf.dtype, count, *leaf.shape[1:]), tree)
 
-        observation = several(queries, rows.observation)
-        kept = law.kept_spec(rows.actions.shape[1:])
-        kept = {name: of(leaf.dtype, queries, *leaf.shape) for name, leaf in kept.items()}
-        numbers = ("advantages", "log_probs", "reference_log_probs", "values", "returns")
+        observation, chunk = several(queries, rows.observation), rows.actions.shape[1:]
+        kept = {name: of(leaf.dtype, queries, *leaf.shape) for name, leaf in law.kept_spec(chunk).items()}
+        numbers = ("advantages", "log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns")
         return tree_of(
             PracticeBatch,
-            traces=law.traces(observation, kept, of(jnp.int32)),
+            traces=law.traces(observation, kept, of(jnp.bool_, queries, *chunk), of(jnp.int32)),
             mask=of(jnp.bool_, queries * law.num_units),
+            is_attempt=of(jnp.bool_),
             is_fresh=of(jnp.bool_),
             demonstrations=several(self.num_demonstrations, rows) if self.num_demonstrations else None,
             **dict.fromkeys(numbers, of(jnp.float32, queries * law.num_units)),

@@ -10,9 +10,11 @@ from openpi_train.models.model_config import PolicyConfig
 from openpi_train.sampling.action_law import ActionLaw, Kept
 from openpi_train.types import Observation
 
-# The entry of the chunk itself, and what those begin with that are kept of how it was drawn.
+# The entry of the chunk itself, that of the values of it that were executed, and what those begin with that are kept of
+# how it was drawn.
 ACTIONS = "actions"
-_KEPT = "kept/"
+EXECUTED = "is_executed"
+KEPT = "kept/"
 
 
 def query(model: PolicyConfig, law: ActionLaw) -> Draw:
@@ -21,11 +23,11 @@ def query(model: PolicyConfig, law: ActionLaw) -> Draw:
     def draw(module: Any, observation: Observation, keys: Key[Array, " b"]) -> dict[str, Array]:
         chunk = model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
         actions, found = law.drawn(module, observation, keys, chunk)
-        return {ACTIONS: actions, **{_KEPT + name: value for name, value in found.items()}}
+        return {ACTIONS: actions, **{KEPT + name: value for name, value in found.items()}}
 
     return draw
 
 
 def kept(columns: Mapping[str, Any]) -> Kept:
     """What is kept of what was drawn, of all these entries."""
-    return {name.removeprefix(_KEPT): value for name, value in columns.items() if name.startswith(_KEPT)}
+    return {name.removeprefix(KEPT): value for name, value in columns.items() if name.startswith(KEPT)}

@@ -12,11 +12,12 @@ import numpy as np
 
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_of, one_text_per_row
+from openpi_train.data.text.text_tokenizer import end_tokens
 from openpi_train.evaluation.completer import generator_of, part_of
 from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.generation.text_generator import TextGenerator, end_tokens
+from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.models.accompanied import policy_of
 from openpi_train.nn.params import Params
 from openpi_train.practice.practice import Actor, Attempts
@@ -91,7 +92,7 @@ class TextActor(Actor):
             for prompt, new in zip(prompts, found, strict=True)
         ]
         rewards = self._judge(completed)
-        columns = self._columns(completed)
+        columns = self._columns(completed, [_log_probs(new) for new in found])
         return Attempts(
             contexts=np.repeat([self.context(draw) for draw in draws], group_size),
             rewards=rewards.total,
@@ -119,13 +120,16 @@ class TextActor(Actor):
         if self._stop_requested():
             raise StoppedError
 
-    def _columns(self, completed: Sequence[Completed]) -> dict[str, np.ndarray]:
-        weights = np.zeros((len(completed), self._length), np.float32)
+    def _columns(self, completed: Sequence[Completed], log_probs: Sequence[list[float]]) -> dict[str, np.ndarray]:
+        weights, drawn = np.zeros((2, len(completed), self._length), np.float32)
         for row, one in enumerate(completed):
-            weights[row, len(one.tokens) - one.num_new_tokens : len(one.tokens)] = 1
+            chosen = slice(len(one.tokens) - one.num_new_tokens, len(one.tokens))
+            weights[row, chosen], drawn[row, chosen] = 1, log_probs[row]
         return {
             **one_text_per_row([one.tokens for one in completed], len(completed), self._length),
             "weights": weights,
+            # A unit is a token but the first.
+            "sampling_log_probs": drawn[:, 1:],
             "num_tokens": np.full(len(completed), self._num_tokens, np.int32),
         }
 
@@ -143,6 +147,7 @@ class TextActor(Actor):
             max_length=self._length,
             end_ids=[*end_tokens(self._tokenizer), *self._prompts.ends()],
             vocab_size=self._tokenizer.num_tokens,
+            after_limits=True,
         )
         self._texts = TextGenerator(generator, self._tokenizer, {})
         return self._texts
@@ -151,3 +156,8 @@ class TextActor(Actor):
 def _chosen(new: NewText) -> list[int]:
     """The tokens that the policy chose, with the one that ended the completion."""
     return [*new.tokens.tokens, *([new.tokens.ending[0]] if new.tokens.ending else [])]
+
+
+def _log_probs(new: NewText) -> list[float]:
+    """The log-probabilities with which those were drawn."""
+    return [*new.tokens.log_probs, *([new.tokens.ending[1]] if new.tokens.ending else [])]

@@ -44,7 +44,8 @@ class TextPractice(Practice):
     completions_per_device: int = at_least(1, 64)
     # The longest time that a reward function may take for one completion. Only for functions file.py:function.
     reward_timeout_s: float = 30.0
-    # What a completion has whose reward function takes longer: the run ends, or the completion has no reward.
+    # What a completion has whose reward function takes longer, or ends its process: the run ends, or the completion has
+    # no reward.
     on_reward_timeout: Literal["error", "none"] = "error"
 
     def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
@@ -134,12 +135,14 @@ class TextPractice(Practice):
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         units = dict.fromkeys(
-            ("advantages", "log_probs", "reference_log_probs", "values", "returns"), of(jnp.float32, length - 1)
+            ("advantages", "log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns"),
+            of(jnp.float32, length - 1),
         )
         return tree_of(
             PracticeBatch,
             traces=tree_of(TokenTraces, texts=texts, num_tokens=of(jnp.int32)),
             mask=of(jnp.bool_, length - 1),
+            is_attempt=of(jnp.bool_),
             is_fresh=of(jnp.bool_),
             **units,
         )

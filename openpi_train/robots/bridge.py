@@ -38,6 +38,7 @@ class Bridge(Robot):
     action_column: str = "action"
 
     control_hz = 5.0
+    skip_unlabeled = True  # as Octo and OpenVLA
 
     def __post_init__(self):
         if self.num_arms not in (1, 2):

@@ -34,6 +34,7 @@ class Droid(Arm):
     action: Literal["joint_velocity", "joint_position"] = "joint_velocity"
 
     control_hz = 15.0
+    skip_unlabeled = True  # as Octo and OpenVLA
 
     def read(self, columns: Mapping[str, np.ndarray], episode_ends: np.ndarray) -> Steps:
         names = tuple(name.format(action=self.action) for name in self.action_columns)

@@ -40,6 +40,7 @@ class OpenX(Robot):
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     delta_mask = None  # the recorded actions are already deltas
+    skip_unlabeled = True  # as Octo and OpenVLA
 
     def __post_init__(self):
         if self.layout not in LAYOUTS:

@@ -31,6 +31,8 @@ class Robot(abc.ABC):
     # Camera slot of the model -> image feature of the dataset. Add a new slot here, and for a diffusion policy also in
     # `--model.cameras`.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Whether episodes without an instruction are left out, as a rule: where much of a robot's public data has none.
+    skip_unlabeled: ClassVar[bool] = False
     # Control steps per second.
     control_hz: ClassVar[float]
     # Per action dim, whether the model sees it relative to the state at the chunk's start; None for no dim.
@@ -47,6 +49,11 @@ class Robot(abc.ABC):
     @abc.abstractmethod
     def state_names(self) -> tuple[str, ...]:
         """A name per state dim, with its unit at the end."""
+
+    @property
+    def delta_reference(self) -> tuple[int, ...]:
+        """Per action dim, the place of the state dim that it is relative to; of no meaning in absolute dims."""
+        return tuple(range(len(self.action_names)))
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -102,7 +109,7 @@ class Robot(abc.ABC):
 
     def _offset(self, state: np.ndarray, width: int) -> np.ndarray:
         """The reference of relative actions with `width` dims, [..., 1, width]; 0 in absolute dims."""
-        mask = np.asarray(self.delta_mask, bool)
+        places = np.flatnonzero(np.asarray(self.delta_mask, bool))
         offset = np.zeros((*state.shape[:-1], 1, width), state.dtype)
-        offset[..., 0, : len(mask)] = np.where(mask, state[..., : len(mask)], 0)
+        offset[..., 0, places] = state[..., np.asarray(self.delta_reference)[places]]
         return offset

@@ -143,6 +143,7 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
     except BaseException as error:
         code = exit_code_of(error)
         reason = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        logs.tell_path()  # before the error, which is the last line
         _report(error, code)
     if code == DONE:
         sys.exit(DONE)

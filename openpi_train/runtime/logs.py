@@ -41,6 +41,12 @@ def log_path(run_dir: Path, process_index: int) -> Path:
     return run_dir / "logs" / f"process_{process_index}.log"
 
 
+def tell_path() -> None:
+    """Log where this process's log file is, if there is one by now."""
+    for file in _files():
+        logging.getLogger(__name__).info("log: %s", file.path)
+
+
 def dump_stacks() -> None:
     """Write the stack of every thread of this process to its log file, or to the terminal if there is none yet."""
     for stream in [one for one in _files() if one.problem is None] or [sys.stderr]:

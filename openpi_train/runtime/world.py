@@ -25,12 +25,15 @@ _POD_INDEX, _POD_COUNT, _POD_COORDINATOR = (
     "OPENPI_TRAIN_COORDINATOR",
 )
 _INTERACTIVE_STEP = "4294967290"  # the shell that salloc may open on the first node, a step of one task
+_JAX_VARIABLES = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WORTH_NOTHING_WITHOUT = {
-    "RANK and WORLD_SIZE": ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"),
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "PMI_SIZE": ("PMI_RANK",),
+    "RANK and WORLD_SIZE": ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "JAX_COORDINATOR_ADDRESS"),
 }
+# What a launcher that starts processes within a task sets; the process is then one of those, and not the task.
+_STARTED_WITHIN_A_TASK = (TOKEN_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,8 @@ def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
     """This process's `World`, from the first source that is present.
 
     Raises:
-        UsageError: a source is incomplete or invalid (RANK without WORLD_SIZE, a word for a number).
+        UsageError: a source is incomplete or invalid (RANK without WORLD_SIZE, a word for a number), or another one
+            contradicts it.
     """
     world = _from_flags(flags) or _from_environment(environ) or _from_slurm(environ) or _from_openmpi(environ)
     world = world or _from_kubernetes(environ) or _alone(environ)
@@ -157,6 +161,7 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
             f"the environment says {' '.join(present)} but not {', '.join(missing)}: set "
             f"{'it' if len(missing) == 1 else 'them'} too, or unset RANK and WORLD_SIZE to train alone"
         )
+    _refuse_fewer_than_tasks(environ, rank, size)
     coordinator = None
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         coordinator = f"{environ['MASTER_ADDR']}:{_free_port(environ)}"
@@ -171,6 +176,36 @@ def _from_environment(environ: Mapping[str, str]) -> World | None:
         coordinator=coordinator,
         source="environment",
     )
+
+
+def _refuse_fewer_than_tasks(environ: Mapping[str, str], rank: int, size: int) -> None:
+    """Raise UsageError if RANK and WORLD_SIZE are left over from before the tasks that this process is one of.
+
+    Each of 8 tasks would be the whole of a run of WORLD_SIZE=1. A launcher within a task, such as torchrun, makes at
+    least as many processes as there are tasks, or says itself that it has started the process.
+    """
+    is_started = any(name in environ for name in _STARTED_WITHIN_A_TASK)
+    if is_started or (_number(environ, "LOCAL_WORLD_SIZE") or 1) > 1:
+        return
+    for what, index, count in _tasks(environ):
+        if (tasks := _number(environ, count) or 1) > size:
+            raise UsageError(
+                f"RANK={rank} WORLD_SIZE={size} contradicts {what}, {index}={environ.get(index)} {count}={tasks}: this "
+                f"process is one of {size} by the first and one of {tasks} by the second. Unset RANK and WORLD_SIZE "
+                f"for one run of {tasks} processes; for runs of {size}, give each its --coordinator, --num-processes "
+                "and --process-id"
+            )
+
+
+def _tasks(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """What started the process as one of several tasks: in words, and the variables of its index and their number."""
+    slurm = [("the Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")] if in_slurm_step(environ) else []
+    return [
+        *slurm,
+        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("the pod of an Indexed Job", _POD_INDEX, _POD_COUNT),
+        ("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    ]
 
 
 def _free_port(environ: Mapping[str, str]) -> str:
@@ -285,6 +320,13 @@ def _alone(environ: Mapping[str, str]) -> World:
         raise UsageError(
             f"{said}: started by MPICH or Intel MPI, which do not say where process 0 runs. Start with `launch`, srun "
             "or Open MPI's mpirun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset PMI_SIZE to train alone"
+        )
+    if (_number(environ, "JAX_NUM_PROCESSES") or 1) > 1:
+        said = " ".join(f"{name}={environ[name]}" for name in _JAX_VARIABLES if name in environ)
+        raise UsageError(
+            f"{said}: neither jax nor this program reads JAX_NUM_PROCESSES, so that every process would train alone. "
+            "Give --coordinator, --num-processes and --process-id, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT; unset JAX_NUM_PROCESSES to train alone"
         )
     notes = []
     if "SLURM_JOB_ID" in environ:

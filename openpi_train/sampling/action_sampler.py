@@ -59,11 +59,13 @@ class Chain:
     """A sampling trajectory: `noisy` actions from the noise to the result, and the `time` of all but the last.
 
     Time is flow time, or the diffusion step. All steps can be evaluated again in one pass, with gradients:
-    `model.velocity(observation, chain.noisy[:, :-1], chain.time)`.
+    `model.velocity(observation, chain.noisy[:, :-1], chain.time)`. `log_probs` are those of every value after a step,
+    where steps are drawn by a law.
     """
 
     time: Float[Array, "b steps"]
     noisy: Float[Array, "b steps+1 h a"]
+    log_probs: Float[Array, "b steps h a"] | None = None
 
     @property
     def actions(self) -> Actions:

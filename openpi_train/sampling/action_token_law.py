@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.fields import at_least
 from openpi_train.nn.vocabulary import TokenScores
-from openpi_train.sampling.action_law import ActionLaw, Kept, by_query
+from openpi_train.sampling.action_law import LOG_PROBS, ActionLaw, Kept, by_query
 from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
 from openpi_train.sampling.law import UnitScores
 from openpi_train.types import Observation, TokenChunkTraces, tree_of
@@ -21,8 +21,10 @@ class TokenChunkModel(Protocol):
 
     def sample_chunk(
         self, observation: Observation, keys: Key[Array, " b"], temperature: float, max_tokens: int
-    ) -> tuple[Int[Array, "b n"], Int[Array, " b"], Float[Array, "b h a"]]:
-        """Tokens after each prompt, how many of them were drawn, and the normalised chunk that they say."""
+    ) -> tuple[Int[Array, "b n"], Float[Array, "b n"], Int[Array, " b"], Float[Array, "b h a"]]:
+        """Tokens after each prompt, their log-probabilities at the temperature, how many of them were drawn, and the
+        normalised chunk that they say.
+        """
         ...
 
     def chunk_scores(self, observation: Observation, tokens: Int[Array, "b n"], temperature: float) -> TokenScores:
@@ -57,9 +59,9 @@ class ActionTokenLaw(ActionLaw):
     def drawn(self, model, observation, keys, chunk):
         network: TokenChunkModel = model
         seen = self.seen(observation)
-        tokens, lengths, actions = network.sample_chunk(seen, keys, self.temperature, self.max_tokens)
+        tokens, log_probs, lengths, actions = network.sample_chunk(seen, keys, self.temperature, self.max_tokens)
         assert actions.shape[1:] == chunk
-        return actions, {"tokens": tokens, "lengths": lengths}
+        return actions, {"tokens": tokens, "lengths": lengths, LOG_PROBS: log_probs}
 
     def kept_spec(self, chunk: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {"tokens": (self.max_tokens,), "lengths": ()}
@@ -68,7 +70,12 @@ class ActionTokenLaw(ActionLaw):
     def lengths(self, kept: Kept) -> Int[np.ndarray, " b"]:
         return kept["lengths"]
 
-    def traces(self, observation: Observation, kept: Kept, row: Any) -> TokenChunkTraces:
+    def sampling_log_probs(self, kept: Kept, is_executed: Any) -> Float[np.ndarray, "b u"]:
+        del is_executed  # a token says something of all actions
+        return kept[LOG_PROBS]
+
+    def traces(self, observation: Observation, kept: Kept, is_executed: Any, row: Any) -> TokenChunkTraces:
+        del is_executed
         return tree_of(TokenChunkTraces, observation=observation, tokens=kept["tokens"], row=row)
 
     @jax.named_scope("law")

@@ -14,8 +14,8 @@ from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.shard import as_varied, on_all_devices
 from openpi_train.types import pytree
 
-# (scores of the next token, its index) -> the token.
-Choose = Callable[[Float[Array, "b v"], Int[Array, ""]], Int[Array, " b"]]
+# (scores of the next token, its index) -> the token, and the logarithm of the probability with which it was chosen.
+Choose = Callable[[Float[Array, "b v"], Int[Array, ""]], tuple[Int[Array, " b"], Float[Array, " b"]]]
 # The token after the last one of a row.
 PADDING = 0
 
@@ -36,10 +36,10 @@ class Prompt:
     next_position: Int[Array, " b"]
 
 
-def choose_likeliest(scores: Float[Array, "b v"], index: Int[Array, ""]) -> Int[Array, " b"]:
-    """The token with the highest score."""
+def choose_likeliest(scores: Float[Array, "b v"], index: Int[Array, ""]) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    """The token with the highest score, which is certain."""
     del index
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32), jnp.zeros(len(scores))
 
 
 def choose_at(temperature: float, keys: Key[Array, " b"]) -> Choose:
@@ -52,16 +52,21 @@ def choose_at(temperature: float, keys: Key[Array, " b"]) -> Choose:
     if temperature == 0:
         return choose_likeliest
 
-    def choose(scores: Array, index: Array) -> Array:
+    def choose(scores: Array, index: Array) -> tuple[Array, Array]:
         drawn = jax.vmap(jax.random.fold_in, (0, None))(for_purpose(keys, "token"), index)
-        return jax.vmap(jax.random.categorical)(drawn, scores / temperature).astype(jnp.int32)
+        cooled = scores / temperature
+        token = jax.vmap(jax.random.categorical)(drawn, cooled).astype(jnp.int32)
+        log_probs = jax.nn.log_softmax(cooled.astype(jnp.float32))
+        return token, jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
 
     return choose
 
 
 @jax.named_scope("decode")
-def decode(transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, choose: Choose) -> Int[Array, "b n"]:
-    """Decode `max_tokens` tokens after each prompt, with padding after the token `end`.
+def decode(
+    transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, choose: Choose
+) -> tuple[Int[Array, "b n"], Float[Array, "b n"]]:
+    """Decode `max_tokens` tokens after each prompt, with padding after the token `end`; with their log-probabilities.
 
     Stops as soon as all rows of all devices have ended. The transformer has one expert. Keys and values of the prompt
     are computed once, and those of each token when it is decoded.
@@ -72,6 +77,7 @@ def decode(transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, cho
     x = jnp.take_along_axis(outputs[name], prompt.last[:, None, None], axis=1)  # b 1 d
     cache = jax.tree.map(lambda kept: jnp.pad(kept, ((0, 0), (0, 0), (0, max_tokens), (0, 0), (0, 0))), known)
     chosen = as_varied(jnp.full((b, max_tokens), PADDING, jnp.int32), x)
+    log_probs = as_varied(jnp.zeros((b, max_tokens)), x)
     ended = as_varied(jnp.zeros(b, bool), x)
 
     def goes_on(carry):
@@ -79,9 +85,11 @@ def decode(transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, cho
         return (index < max_tokens) & ~all_ended
 
     def step(carry):
-        index, x, cache, chosen, ended, _ = carry
-        token = jnp.where(ended, PADDING, choose(transformer.logits(x)[:, 0], index))
+        index, x, cache, chosen, log_probs, ended, _ = carry
+        token, log_prob = choose(transformer.logits(x)[:, 0], index)
+        token, log_prob = jnp.where(ended, PADDING, token), jnp.where(ended, 0.0, log_prob)
         chosen = jax.lax.dynamic_update_slice_in_dim(chosen, token[:, None], index, axis=1)
+        log_probs = jax.lax.dynamic_update_slice_in_dim(log_probs, log_prob[:, None], index, axis=1)
         ended |= token == end
         # The prompt, the tokens so far, and itself.
         follows = jnp.broadcast_to(jnp.arange(max_tokens + 1) < index, (b, max_tokens + 1)).at[:, -1].set(True)
@@ -93,7 +101,9 @@ def decode(transformer: Gemma, prompt: Prompt, *, max_tokens: int, end: int, cho
         def put(kept, new):
             return jax.lax.dynamic_update_slice_in_dim(kept, new, p + index, axis=2)
 
-        return index + 1, outputs[name], jax.tree.map(put, cache, own), chosen, ended, on_all_devices(ended.all())
+        cache = jax.tree.map(put, cache, own)
+        return index + 1, outputs[name], cache, chosen, log_probs, ended, on_all_devices(ended.all())
 
-    carry = (jnp.int32(0), x, cache, chosen, ended, jnp.array(False))
-    return jax.lax.while_loop(goes_on, step, carry)[3]
+    carry = (jnp.int32(0), x, cache, chosen, log_probs, ended, jnp.array(False))
+    *_, chosen, log_probs, _, _ = jax.lax.while_loop(goes_on, step, carry)
+    return chosen, log_probs

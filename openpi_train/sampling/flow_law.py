@@ -77,6 +77,8 @@ class FlowLaw(ChainLaw):
         return self.least_std + jnp.maximum(self.noise - self.least_std, 0.0) * time
 
     def _sigma(self, time: Array) -> Array:
-        """Flow-SDE's diffusion, which is infinite at time 1: there that of the next step's time."""
-        time = jnp.minimum(time, 1 - 1 / self.num_steps)
-        return self.noise * jnp.sqrt(time / (1 - time))
+        """Flow-SDE's diffusion, which is infinite at time 1: its denominator there is that of the next step's time.
+
+        So do Flow-GRPO's `sde_step_with_logprob` and RLinf's `sample_mean_var`.
+        """
+        return self.noise * jnp.sqrt(time / (1 - jnp.minimum(time, 1 - 1 / self.num_steps)))

@@ -18,16 +18,18 @@ from openpi_train.types import pytree
 
 # (noisy actions [b, h, a], times [b]) -> velocities [b, h, a].
 Velocity = Callable[[Float[Array, "b h a"], Float[Array, " b"]], Float[Array, "b h a"]]
-# The paper's clip of the guidance: larger values diverge with few denoising steps.
+# The paper's clip of the guidance, its code's `max_guidance_weight`: larger values diverge with few denoising steps,
+# such as the 5 of its simulations. LeRobot's `RTCConfig` has 10.
 MAX_GUIDANCE = 5.0
 
 
 @pytree
 class Guide:
-    """Target chunks, and the weight of each of their values (`prefix_weights`)."""
+    """Target chunks, the weight of each of their values (`prefix_weights`), and the largest strength."""
 
     target: Float[Array, "b h a"]
     weights: Float[Array, "b h a"]
+    max_guidance: Float[Array, " b"] | float = MAX_GUIDANCE
 
 
 def prefix_weights(horizon: int, delay: int, execute: int) -> Float[np.ndarray, " h"]:
@@ -48,11 +50,7 @@ def prefix_weights(horizon: int, delay: int, execute: int) -> Float[np.ndarray, 
 
 
 def guided_velocity(
-    velocity: Velocity,
-    actions: Float[Array, "b h a"],
-    time: Float[Array, " b"],
-    guide: Guide,
-    max_guidance: float = MAX_GUIDANCE,
+    velocity: Velocity, actions: Float[Array, "b h a"], time: Float[Array, " b"], guide: Guide
 ) -> Float[Array, "b h a"]:
     """The velocity, corrected so that the flow leads towards the target (equations 2 to 4)."""
     t = time[:, None, None]
@@ -64,5 +62,6 @@ def guided_velocity(
     leads_to, pull_back, plain = jax.vjp(destination, actions, has_aux=True)
     (correction,) = pull_back(guide.weights * (guide.target - leads_to))
     # (1 - tau) / (tau r^2) with r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2): infinite at both ends, and clipped.
-    strength = jnp.minimum((t**2 + (1 - t) ** 2) / jnp.maximum(t * (1 - t), 1e-12), max_guidance)
+    most = jnp.reshape(guide.max_guidance, (-1, 1, 1))
+    strength = jnp.minimum((t**2 + (1 - t) ** 2) / jnp.maximum(t * (1 - t), 1e-12), most)
     return plain - strength * correction

@@ -17,6 +17,7 @@ class Busy(Exception):
 class Batching:
     """Passes submitted requests to `answer`, at most `max_batch` at a time, in a separate thread.
 
+    Requests whose batch fails are passed to it again one by one: one that cannot be answered fails alone.
     While one batch runs, the next one is collected. A batch that is not full waits up to `wait_s` for other clients:
     the `num_clients` connected ones were usually answered together, so their next requests come together.
     """
@@ -65,17 +66,28 @@ class Batching:
         while True:
             requests, self._running = zip(*await self._gather(), strict=True)
             try:
-                answers = await loop.run_in_executor(self._device, self._answer, requests)
-            except Exception as error:  # passed to the callers; the next batch may succeed
-                for future in self._running:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
+                answers = await loop.run_in_executor(self._device, self._answers, requests)
             finally:
                 del requests  # they are large, and the next batch may come much later
             for future, answer in zip(self._running, answers, strict=True):
-                if not future.done():  # the client may have left
+                if future.done():  # the client has left
+                    continue
+                if isinstance(answer, Exception):  # the next batch may succeed
+                    future.set_exception(answer)
+                else:
                     future.set_result(answer)
+
+    def _answers(self, requests: Sequence[Any]) -> list[Any]:
+        """What is answered to each request, or the error that was raised; runs in the device's thread."""
+        try:
+            answers = list(self._answer(requests))
+            if len(answers) != len(requests):
+                raise RuntimeError(f"{len(answers)} answers to {len(requests)} requests")
+            return answers
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+        return [answer for request in requests for answer in self._answers([request])]
 
     async def _gather(self) -> list[tuple[Any, asyncio.Future[Any]]]:
         """The next batch: at least one request."""

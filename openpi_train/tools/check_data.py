@@ -25,7 +25,8 @@ from openpi_train.data.examination import examine as examine_together
 from openpi_train.data.findings import Finding
 from openpi_train.data.formats import source_at
 from openpi_train.data.hub import SCHEME
-from openpi_train.data.lerobot.lerobot_layout import is_lerobot, require
+from openpi_train.data.lerobot.lerobot_layout import is_lerobot
+from openpi_train.data.lerobot.lerobot_metadata import require
 from openpi_train.data.repack import is_repacked
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.sidecar import IndexedConfig, digest

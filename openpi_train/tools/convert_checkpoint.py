@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from openpi_train.data.config import DataConfig
 from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
@@ -27,6 +28,7 @@ from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.model_card import model_card
 from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
+from openpi_train.interop.robot_actions import check_action_dims, openpis_transforms
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
@@ -115,6 +117,11 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     check_target(request.target, stored.where)
     _check_same_model(stored, model)
     check_same_training(stored, experiment)
+    robots = (
+        {one.asset: one.robot for one in experiment.data.datasets} if isinstance(experiment.data, DataConfig) else {}
+    )
+    for robot in robots.values():
+        check_action_dims(stored, robot)
     params = checkpoint_formats.model_params(stored, model)
     name = request.target_format or ("openpi" if stored.format == "ours" else "ours")
     form = checkpoint_formats.named(name)
@@ -149,7 +156,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     _check_widths(norm_stats, experiment)
     without_place = [] if form.has_norm_stats else sorted(norm_stats)
     norm_stats = norm_stats if form.has_norm_stats else {}
-    wanted = dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said)
+    wanted = dataclasses.replace(stored, params=published, norm_stats=norm_stats, experiment=said, robots=robots)
     conversion = CheckpointConversion(
         request=request,
         form=form,
@@ -207,6 +214,9 @@ class CheckpointConversion:
             f"{f'{len(state)} leaves of training state' if state else 'no training state'}, "
             f"{self.size_bytes / 1e9:.3g} GB, norm stats: {', '.join(wanted.norm_stats) or 'none'}",
         ]
+        said = {openpis_transforms(robot) for robot in wanted.robots.values()} - {None}
+        if said and self.form.name.startswith("openpi"):
+            lines.append(f"a config of openpi's for it needs {'; or '.join(sorted(map(str, said)))}")
         if self.left_out:
             lines.append(f"left out: {len(self.left_out)} leaves of training state")
         if self.norm_stats_left_out:

@@ -39,6 +39,7 @@ from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import find_world
 from openpi_train.sampling.flow import as_flow
+from openpi_train.sampling.real_time_chunking import MAX_GUIDANCE
 from openpi_train.tools import evaluate_text, figures, open_loop
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest
 
@@ -196,10 +197,20 @@ def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Call
         raise UsageError(f"--execute {execute}: the policy's chunks have {ahead} actions")
     if request.ensemble is not None and request.real_time_delay is not None:
         raise UsageError("--ensemble and --real-time-delay are two ways to join chunks: give one of them")
+    if request.real_time_guidance is not None and request.real_time_delay is None:
+        raise UsageError(
+            f"--real-time-guidance {request.real_time_guidance:g} is for real-time chunking: give --real-time-delay"
+        )
     if request.real_time_delay is not None:
         as_flow(policy.sampler.action_sampler)
+        most = MAX_GUIDANCE if request.real_time_guidance is None else request.real_time_guidance
         real_time = functools.partial(
-            ActingInRealTime, policy, config.env, delay=request.real_time_delay, execute=execute
+            ActingInRealTime,
+            policy,
+            config.env,
+            delay=request.real_time_delay,
+            execute=execute,
+            max_guidance=most,
         )
         with reported_as(UsageError):
             real_time()

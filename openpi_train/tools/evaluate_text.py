@@ -44,7 +44,18 @@ logger = logging.getLogger(__name__)
 _NUM_PROMPTS = 64
 # Flags of `eval` that language models have no use for.
 _OF_POLICIES = (
-    *("dataset", "env", "episodes", "held_out", "execute", "ensemble", "real_time_delay", "max_steps", "videos"),
+    *(
+        "dataset",
+        "env",
+        "episodes",
+        "held_out",
+        "execute",
+        "ensemble",
+        "real_time_delay",
+        "real_time_guidance",
+        "max_steps",
+        "videos",
+    ),
     *("num_sample_steps", "guidance"),
 )
 RESULTS = "texts.json"

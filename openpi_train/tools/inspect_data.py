@@ -14,6 +14,7 @@ from rich.table import Table
 from openpi_train.data import summary
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.check.fault_kinds import examine
+from openpi_train.data.instructions import unlabeled_episodes
 from openpi_train.data.source import BadRecord, Source
 from openpi_train.robots.robot import Robot
 from openpi_train.tools.stats import as_text
@@ -58,6 +59,9 @@ def _overview(name: str, source: Source, robot: Robot | None) -> str:
         lines["copies"] = f"{copies} episodes are copies of others"
     prompts = summary.steps_of_prompts(source)
     lines["instructions"] = f"{len(prompts)}"
+    none = int(unlabeled_episodes(source.prompts, source.prompt_index, source.episode_ends).sum())
+    if none:
+        lines["no instruction"] = f"{none} of {source.num_episodes} episodes"
     lines |= {f"  {text!r}": f"{steps} steps" for text, steps in [*prompts.items()][:_PROMPTS]}
     if len(prompts) > _PROMPTS:
         lines["  ..."] = f"{len(prompts) - _PROMPTS} more"

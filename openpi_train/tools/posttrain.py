@@ -50,6 +50,7 @@ from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import CheckpointError, DataError, UsageError, reported_as
 from openpi_train.tools.posttrain_practice import with_practice
 from openpi_train.tools.requests import PosttrainRequest, given_fields
+from openpi_train.training.documented_links import documented
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ _OBJECTIVES: Mapping[Algorithm, type[Objective]] = {
     "dpo": PreferencePairs,
     **dict.fromkeys(PRACTISING, PolicyGradient),
 }
+# The parameters that decay: all but norms and biases, as in transformers' `Trainer.get_decay_parameter_names`.
+DECAYING = r"^(?!.*(norm/|bias))"
 # Columns of which an algorithm needs one.
 _COLUMNS: Mapping[Algorithm, tuple[str, ...]] = {
     "sft": ("text", "messages", "conversations", "completion", "response"),
@@ -68,6 +71,11 @@ _COLUMNS: Mapping[Algorithm, tuple[str, ...]] = {
 }
 # Values of --algorithm.
 _NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo", "ppo": "ppo", "grpo": "grpo"}
+# Where the tool's guide says that they are.
+_LINKS = {
+    "{base}/{name}/logs/training.log": "logs/process_0.log",
+    "{base}/{name}/checkpoints/latest": "latest",
+}
 # Flags of the config that one on the command line replaces, besides that of its own name.
 _REPLACED = {
     "--num-train-steps": ("--num-epochs",),
@@ -95,6 +103,7 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
             "correct output_dir, experiment_name or the algorithm, or give `true`, which starts a run that is not "
             "there yet"
         )
+    documented(_LINKS)
     experiment, prefix = _built(translated)
     kept = not_replaced(translated.flags, given, _REPLACED)
     if "--batch-size" in {word.partition("=")[0].replace("_", "-") for word in (*given, *(flag[0] for flag in kept))}:
@@ -133,7 +142,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         lr_schedule=LRSchedule(
             kind="linear", warmup_steps=0, warmup_lr=0.0, peak_lr=5e-5, decay_steps=None, decay_lr=0.0
         ),
-        optimizer=AdamW(b2=0.999, weight_decay=0.0),
+        optimizer=AdamW(b2=0.999, weight_decay=0.0, decay_mask=DECAYING),
         ema_decay=None,
         batch_size=DEFAULT_ROWS,
         keep_effective_batch_size=False,

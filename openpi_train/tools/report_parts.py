@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from openpi_train.data.files import read_json
+from openpi_train.data.files import read_json, read_json_lines
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.tokens import open_tokenizer
 from openpi_train.envs.video import picture_of, side_by_side
@@ -283,7 +283,7 @@ def own_attempts(run: RunFiles) -> str:
 
 
 def _attempts(folder: Path) -> str:
-    lines = [json.loads(line) for line in (folder / ATTEMPTS).read_text(encoding="utf-8").splitlines()]
+    lines = [line for _, line in read_json_lines(folder / ATTEMPTS)]
     rows = [[line["context"], line["reward"], line["units"], "yes" if line["is_cut"] else "no"] for line in lines]
     parts = [table(["context", "reward", "units", "ended by a limit"], rows)]
     films = [(folder / line["video"], line["what"]) for line in lines if line["video"]]
@@ -369,7 +369,7 @@ def _measured_texts(run: RunFiles) -> str:
 
 
 def _samples(path: Path) -> str:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for _, line in read_json_lines(path)]
     shown = "".join(map(_prompt, lines[:_SHOWN]))
     more = lines[_SHOWN:]
     return shown + (folded(f"{len(more)} more prompts", "".join(map(_prompt, more))) if more else "")

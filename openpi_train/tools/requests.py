@@ -29,6 +29,20 @@ class ListRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeRequest(Request):
+    """Continue a run as it was started, from its newest good checkpoint.
+
+    All values are those of the run's experiment.json. Fields of the experiment that are given as flags replace them,
+    and what differs is listed first: resume checkpoints/debug/x --num-train-steps 20000
+    """
+
+    # The run's directory, <base>/<experiment>/<name>.
+    run: Annotated[Path, Positional, arg(metavar="RUN")]
+    # The run's experiment, file.py:name, if it uses classes of your own and their file was moved.
+    experiment: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StatsRequest(Request):
     """Norm statistics of an experiment's data, per dimension, written where training finds them.
 
@@ -206,12 +220,14 @@ class EvaluateRequest(Request):
     episodes: int | None = at_least(0, None)
     # Recorded episodes; 0: no open loop.
     held_out: int = at_least(0, 20)
-    # Actions of a chunk that are executed; None: the run's own number, or half of them.
+    # Actions of a chunk that are executed; None: the run's own number, or the model's.
     execute: int | None = at_least(1, None)
     # Temporal ensembling with weights exp(-M i), such as 0.01.
     ensemble: Annotated[float | None, arg(metavar="M")] = None
     # Real-time chunking: control steps until a chunk is ready.
     real_time_delay: int | None = at_least(0, None)
+    # Its largest guidance towards the chunk before; None: 5, as in the paper (LeRobot: 10).
+    real_time_guidance: float | None = None
     # Control steps before an episode has failed.
     max_steps: int | None = at_least(1, None)
     # Number of episodes with videos.

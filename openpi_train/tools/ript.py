@@ -32,10 +32,17 @@ from openpi_train.sampling.denoising_law import DenoisingLaw
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sampling.flow_law import FlowLaw
 from openpi_train.tools.requests import RiptRequest
+from openpi_train.training.documented_links import documented
 
 logger = logging.getLogger(__name__)
 
 NAME = "ript"
+# Where the guide of the trainers says that they are.
+_LINKS = {
+    "{base}/logs/distributed_training_{time}_node0.log": "logs/process_0.log",
+    "{base}/distributed_training_results.json": "distributed_training_results.json",
+    "{base}/checkpoints/checkpoint_latest": "latest",
+}
 # Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/practice.md).
 _NOISE = 1.0
 
@@ -48,6 +55,7 @@ def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experimen
     replaced = {} if request.env is None else {ENV: request.env}
     translated = translate_ript(read_yaml(request.config), replaced, name=Path(request.config).stem)
     logger.info("%s, key by key:\n%s", request.config, translated.report())
+    documented(_LINKS)
     base = _base(request, translated)
     logger.info("model, robot and environment: those of %s", base.name)
     return practising(base, _env(translated.env)), [*(word for flag in translated.flags for word in flag), *given]

@@ -37,6 +37,7 @@ def stats_table(config: DataConfig, *, shape: WindowShape, assets_dir: str | Pat
         for name, dims in asset.dims.items():
             title = f"{asset.name}: {name}, {samples} samples, horizon {shape.horizon}"
             parts.append(_table(title, dims, stats[name], notes[name]))
+        parts += [finding.line() for finding in asset.spikes(stats)]
     return "\n".join(parts)
 
 

@@ -39,6 +39,7 @@ from openpi_train.robots.numbered import Numbered
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.tools.requests import VlaRequest, given_fields
+from openpi_train.training.documented_links import documented
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ _OPTIONS = {
     "wandb_project_name": "wandb_project_name",
     "wandb_entity": "wandb_entity",
 }
+# Where the trainer's guide says that it is: there every start has a folder with its time.
+_LINKS = {"{base}/{name}_{time}/train.log": "logs/process_0.log"}
 # Those with commas between paths.
 _PATHS = (TRAIN_KEY, VALIDATION_KEY)
 # The model's camera slots, and the columns of the trainer's files.
@@ -76,6 +79,7 @@ def experiment_of(request: VlaRequest, given: Sequence[str]) -> tuple[Experiment
     logger.info("%s, key by key:\n%s", request.config, translated.report())
     if translated.entity is not None:
         os.environ.setdefault("WANDB_ENTITY", translated.entity)
+    documented(_LINKS)
     with reported_as(UsageError):
         base = registry.load(request.experiment)
     if not isinstance(base.model, PaliGemmaFlowConfig):

@@ -12,7 +12,7 @@ import netrc
 import os
 import pathlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
@@ -45,7 +45,7 @@ class Metrics:
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
-        steps_per_epoch: also write `logs.json.txt`; None for not.
+        epoch_of: also write `logs.json.txt`, with the epoch of the step of this index (both from 0); None for not.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Metrics:
         tensorboard: bool = False,
         wandb_project: str | None = None,
         wandb_config: Mapping[str, Any] | None = None,
-        steps_per_epoch: float | None = None,
+        epoch_of: Callable[[int], int] | None = None,
     ):
         self._writers: list[Writer] = []
         self.wandb_id: str | None = None
@@ -70,8 +70,8 @@ class Metrics:
             wandb = Wandb(path, wandb_project, wandb_config or {})
             self.wandb_id = wandb.run_id
             self._writers.append(wandb)
-        if steps_per_epoch is not None:
-            self._writers.append(LogsJson(path / "logs.json.txt", resume_step, steps_per_epoch))
+        if epoch_of is not None:
+            self._writers.append(LogsJson(path / "logs.json.txt", resume_step, epoch_of))
         self._writers.append(JsonLines(path / "metrics.jsonl", resume_step))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -133,8 +133,8 @@ class LogsJson:
     `global_step` and `epoch` count from 0.
     """
 
-    def __init__(self, path: pathlib.Path, resume_step: int, steps_per_epoch: float):
-        self._lines, self._steps_per_epoch = JsonLines(path, resume_step), steps_per_epoch
+    def __init__(self, path: pathlib.Path, resume_step: int, epoch_of: Callable[[int], int]):
+        self._lines, self._epoch_of = JsonLines(path, resume_step), epoch_of
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append a line if any of the values has a name there."""
@@ -145,7 +145,7 @@ class LogsJson:
         }
         if known:
             index = max(step - 1, 0)
-            self._lines.log(step, {**known, "global_step": index, "epoch": int(index / self._steps_per_epoch)})
+            self._lines.log(step, {**known, "global_step": index, "epoch": self._epoch_of(index)})
 
     def close(self) -> None:
         """Close the file."""

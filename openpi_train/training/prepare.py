@@ -108,6 +108,7 @@ def examine(experiment: Experiment, world: World) -> Examined:
     available, total = map(min, zip(*sizes, strict=True))
     layout = whole_layout(experiment, Plan(mesh=make_mesh(1), strategy="replicated"))
     check_trainable(experiment, layout)
+    logger.info("learning rate: %s", experiment.lr_schedule.in_words(experiment.num_train_steps))
     return Examined(layout=layout, available_bytes=available, total_bytes=total, processes_on_host=processes)
 
 

@@ -12,8 +12,28 @@ from openpi_train.runtime.exits import DataError, reported_as
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.metrics import require_writers
 from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins, check_run, devices_at_first
 from openpi_train.training.start_check import check_start_weights
+
+
+def check_ahead(given: Experiment, num_devices: int) -> int:
+    """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
+    experiment, _ = adapt(given, num_devices, devices_at_first(given))
+    experiment.check(num_devices)
+    check_run(given)
+    for note in _refused_without_devices(given, experiment):
+        print(f"not checked: {note}")
+    return 0
+
+
+def _refused_without_devices(given: Experiment, experiment: Experiment) -> list[str]:
+    """Raise what a start of `given`, as `experiment`, would whatever the devices; returns what was not looked at."""
+    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
+    if begins(given):
+        check_start_weights(experiment)
+    with reported_as(DataError):
+        return experiment.data.examine(experiment.model)
 
 
 def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
@@ -28,6 +48,8 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     given = experiment
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     print("\n".join(lines))
+    experiment.check(jax.device_count())
+    check_run(given)
     prepared = prepare_without_data(experiment, world)
     memory = prepared.memory
     counts = {
@@ -39,12 +61,10 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
         print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
     require(memory, prepared.available_bytes, jax.device_count(), experiment)
-    check_run(given)
-    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
-    if begins(given):
-        check_start_weights(experiment)
-    with reported_as(DataError):
-        notes = experiment.data.examine(experiment.model)
+    notes = _refused_without_devices(given, experiment)
+    if experiment.num_epochs is None:  # else the length in steps is known when the data are open
+        for line in unfit_for_length(experiment):
+            print(f"warning: {line}")
     print("fits")
     for note in notes:
         print(f"not checked: {note}")

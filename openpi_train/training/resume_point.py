@@ -1,8 +1,10 @@
-"""Which checkpoint `--resume-from` names. Read next: `start.py`, which restores it."""
+"""Which checkpoint a run continues from, and where its data stood. Read next: `start.py`, which restores it."""
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from openpi_train.data.files import read_json
 from openpi_train.experiment import Experiment
@@ -46,6 +48,24 @@ def resume_point(experiment: Experiment) -> ResumePoint:
         f"--resume-from {word}: {own} has no such checkpoint; {there}. Give one of its steps, best or latest, or the "
         "path of another run or of a checkpoint in it"
     )
+
+
+def saved_position(checkpoint: Path) -> Mapping[str, Any] | None:
+    """The position of the data (`Feed.position`) when this checkpoint of ours was saved; None if it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(checkpoint / "meta.json").get("data_position")
+    return None
+
+
+def begun(experiment: Experiment) -> tuple[int, Mapping[str, Any]] | None:
+    """The step from which the run goes on and the position of its data there; None if it begins. Only reads."""
+    if not experiment.resume:
+        return None
+    point, steps = resume_point(experiment), complete_steps(experiment.run_dir)
+    step = point.step if point.step is not None else (steps[-1] if steps else None)
+    where = Path(point.other) if step is None and point.other is not None else experiment.run_dir / str(step)
+    position = saved_position(where)
+    return None if position is None or not where.name.isdecimal() else (int(where.name), position)
 
 
 def _at(path: Path, own: Path, word: str) -> ResumePoint:

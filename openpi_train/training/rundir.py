@@ -54,14 +54,15 @@ class RunDir:
 
 
 def check_run(given: Experiment) -> None:
-    """Check what `open_run` would refuse, without writing, so that a start that fails later leaves no trace.
+    """Check what `open_run` would refuse, and log what a resume changes, without writing: a start that fails later
+    leaves no trace.
 
     Every process must call it. Raises UsageError, on every process.
     """
     problem = ""
     if jax.process_index() == 0:
         try:
-            _inspect(given)
+            _tell_changes(given, _inspect(given)[1])
         except UsageError as error:
             problem = str(error)
     if problem := agree.broadcast("check the run directory", problem):
@@ -198,7 +199,7 @@ def _open(given: Experiment) -> RunDir:
     path = given.run_dir
     _inspect(given)  # nothing is written if this raises
     run_lock.hold(path)
-    is_run, changes = _inspect(given)  # again: another start may have had it until now
+    is_run, _ = _inspect(given)  # again: another start may have had it until now
     replaced = None
     if is_run and given.overwrite:
         replaced = set_aside(path, "replaced")
@@ -207,6 +208,14 @@ def _open(given: Experiment) -> RunDir:
         logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
     elif given.resume and not is_run:
         logger.info("--resume: there is no run in %s yet; starting one", path)
+    resumed = is_run and given.resume
+    if not resumed:
+        write_json(path / "experiment.json", as_json(given))
+    return RunDir(path=path, resumed=resumed, replaced=replaced)
+
+
+def _tell_changes(given: Experiment, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Log how a run that goes on differs from what it was."""
     for name, (before, after) in changes.items():
         if name in ("resume", "resume_from", "overwrite"):
             continue
@@ -217,10 +226,6 @@ def _open(given: Experiment) -> RunDir:
                 "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
                 *(name, after, before),
             )
-    resumed = is_run and given.resume
-    if not resumed:
-        write_json(path / "experiment.json", as_json(given))
-    return RunDir(path=path, resumed=resumed, replaced=replaced)
 
 
 def _inspect(given: Experiment) -> tuple[bool, dict]:
@@ -265,7 +270,7 @@ def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
         )
         raise UsageError(
             f"--resume of {path} with another model or optimizer:\n{listing}\n"
-            "  Give the run's own values, or train the new ones under another --exp-name."
+            f"  Give the run's own values (`resume {path}` has them), or train the new ones under another --exp-name."
         )
     return changes
 

@@ -6,10 +6,12 @@ The given flags, the devices and the data are combined here, once; all later cod
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from openpi_train.data.feed import rows_of
 from openpi_train.data.interface import OpenedData
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
@@ -19,6 +21,7 @@ from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
 from openpi_train.training.prepare import Prepared, examine, prepare, require_state, with_checked_attention
+from openpi_train.training.resume_point import begun
 from openpi_train.training.rundir import check_run, devices_at_first
 
 logger = logging.getLogger(__name__)
@@ -51,13 +54,15 @@ def settle(given: Experiment, world: World) -> Settled:
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     for line in lines:
         logger.info("%s", line)
+    experiment.check(jax.device_count())
+    check_run(given)  # what differs from a run that goes on is told before it is planned
     examined = examine(experiment, world)
     experiment = with_checked_attention(experiment)
     require_state(experiment, examined)
-    check_run(given)
     data = open_in_turn(experiment)
     if given.num_epochs is not None:
-        steps = _in_steps(given.num_epochs, experiment, data)
+        found = begun(given) if jax.process_index() == 0 else None
+        steps = _in_steps(given.num_epochs, experiment, data, agree.broadcast("where the run goes on", found))
         given = dataclasses.replace(given, num_train_steps=steps)
         experiment = dataclasses.replace(experiment, num_train_steps=steps, num_epochs=None)
         experiment.check(jax.device_count())
@@ -89,13 +94,27 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
     return data
 
 
-def _in_steps(num_epochs: int, experiment: Experiment, data: OpenedData) -> int:
-    """The optimizer steps of `num_epochs` passes over the samples, or of practice over its contexts."""
+def _in_steps(
+    num_epochs: int, experiment: Experiment, data: OpenedData, begun: tuple[int, Mapping[str, Any]] | None = None
+) -> int:
+    """The optimizer steps of `num_epochs` passes over the samples, or of practice over its contexts.
+
+    `begun` is where the run goes on (`resume_point.begun`): the steps before may have had another batch size.
+    """
     practice, size = experiment.practice, experiment.batch_size
     what, number, at_a_time, each = "samples", data.num_samples, size, 1
     if practice is not None:
         what, number = "contexts", practice.num_contexts(experiment.data, data)
         at_a_time, each = practice.num_groups, practice.steps_per_iteration(size)
-    steps = each * max(math.ceil(num_epochs * number / at_a_time), 1)
+    before, seen = _seen(begun, at_a_time) if begun is not None else (0, 0)
+    steps = before + each * max(math.ceil((num_epochs * number - seen) / at_a_time), 0)
     logger.info("%d epochs of %d %s, %d at a time: %d steps", num_epochs, number, what, at_a_time, steps)
-    return steps
+    return max(steps, each)
+
+
+def _seen(begun: tuple[int, Mapping[str, Any]], at_a_time: int) -> tuple[int, int]:
+    """The steps before, and the samples or contexts that they took."""
+    step, position = begun
+    if "iteration" in position:
+        return step, position["iteration"] * at_a_time
+    return step, rows_of({"step": step, "batch_size": at_a_time, **position})

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from openpi_train.data.feed import differences, rows_of
 from openpi_train.data.files import write_json
 from openpi_train.data.interface import Feed, OpenedData
 from openpi_train.data.tuning import usable_cores
@@ -30,6 +31,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
@@ -37,8 +39,9 @@ from openpi_train.training.metrics import Metrics, read_evaluations, require_wri
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
-from openpi_train.training.resume_point import ResumePoint, resume_point
+from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
+from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.start_check import check_start_weights
@@ -87,6 +90,11 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
+    logger.info("log: %s", logs.log_path(directory, jax.process_index()))
+    if jax.process_index() == 0:
+        link_documented(experiment, directory)
+        for line in unfit_for_length(experiment):
+            logger.warning("%s", line)
     status.tell(opened=True)
     checkpoints = Checkpoints(
         directory,
@@ -121,7 +129,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         recorder=recorder,
         evaluator=evaluator,
         checkpoints=checkpoints,
-        metrics=make_metrics(experiment, directory, int(state.step), data.num_samples),
+        metrics=make_metrics(experiment, directory, feed, int(state.step), data.num_samples),
         progress=ProgressReport(
             experiment.num_train_steps, start_step=int(state.step), process_index=jax.process_index()
         ),
@@ -179,7 +187,7 @@ def first_state(
     check_tokenizer(loader.tokenizer(), tokenizer, where=where)
     if (leaves := loader.load_state(experiment.model)) is not None:
         state = read_state(layout, leaves, where=where)
-        feed.seek({**feed.position(), "step": int(state.step)})
+        feed.seek(_position(feed, int(state.step), point.other or getattr(experiment.weight_loader, "params_path", "")))
         logger.info("continuing the training that was saved at step %d", int(state.step))
         return state, {}
     with reported_as(CheckpointError):
@@ -189,6 +197,13 @@ def first_state(
         layout, experiment.model, trainer.optimizer, experiment.is_frozen, ema, experiment.seed, weights
     )
     return state, {}
+
+
+def _position(feed: Feed, step: int, checkpoint: str) -> dict[str, Any]:
+    """Where the feed goes on after `step` of another run: behind the rows that it has seen, if its data are these."""
+    here = {**feed.position(), "step": step}
+    saved = saved_position(Path(checkpoint))
+    return here if saved is None or differences(saved.get("data"), here["data"]) else dict(saved)
 
 
 @phase("reading the held-out rows")
@@ -227,8 +242,10 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
     )
 
 
-def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_samples: int) -> Metrics:
+def make_metrics(experiment: Experiment, directory: Path, feed: Feed, resume_step: int, num_samples: int) -> Metrics:
     """The writers that the experiment requests; `num_samples` are those of an epoch."""
+    size = experiment.batch_size
+    rows = rows_of({"step": resume_step, "batch_size": size, **feed.position()})
     return Metrics(
         directory,
         process_index=jax.process_index(),
@@ -236,13 +253,14 @@ def make_metrics(experiment: Experiment, directory: Path, resume_step: int, num_
         tensorboard=experiment.tensorboard,
         wandb_project=experiment.project_name if experiment.wandb_enabled else None,
         wandb_config=as_json(experiment),
-        steps_per_epoch=num_samples / experiment.batch_size if experiment.logs_json else None,
+        epoch_of=(lambda index: (rows + (index - resume_step) * size) // num_samples) if experiment.logs_json else None,
     )
 
 
 def report(run: Run) -> None:
     """Log the run's directory and results."""
     logger.info("the run lies in %s", run.directory)
+    logger.info("log: %s", logs.log_path(run.directory, jax.process_index()))
     if len(run.history) > 1:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):
             logger.info("%s", line)

@@ -125,8 +125,37 @@ def test_a_position_of_other_data_is_refused_naming_what_changed(open_small, mix
         feed_of(open_small(changed).train).seek(feed.position())
     with pytest.raises(ValueError, match=r"data.seed: then 7, now 8"):
         feed_of(open_small(mixture_config, seed=8).train).seek(feed.position())
-    with pytest.raises(ValueError, match=r"batch_size: then 32, now 16"):
-        feed.seek(feed.position() | {"batch_size": 32})
+
+
+@pytest.mark.parametrize("sizes", [(16, 8, 24), (16, 48, 16)])
+def test_a_run_that_goes_on_with_another_batch_size_sees_every_row_once_and_in_order(rows, caplog, sizes):
+    """Over the end of an epoch: the training split of both datasets has fewer rows than these steps."""
+    seen, position = [], None
+    for batch_size, num_steps in zip(sizes, (3, 2, 3), strict=True):
+        feed = RowFeed(rows, batch_size=batch_size, sharding=sharding(1))
+        if position is not None:
+            with caplog.at_level(logging.INFO):
+                feed.seek(json.loads(json.dumps(position)))
+        for _ in range(num_steps):
+            seen.append((host(feed.next()), feed.rows(feed.position()["step"] - 1)))
+        share = feed.proportions()
+        position = feed.position()
+        feed.close()
+    number = sum(steps * size for steps, size in zip((3, 2, 3), sizes, strict=True))
+    assert number > rows.num_samples and position["step"] == 8 and position["rows"] == number
+    assert [name for _, names in seen for name in names] == rows.describe(np.arange(number))
+    expected, _ = rows.batch(np.arange(number))
+    for name, column in expected.items():
+        np.testing.assert_array_equal(np.concatenate([batch[name] for batch, _ in seen]), column)
+    assert share == rows.proportions(number)
+    told = f"had batches of {sizes[0]} rows and goes on with {sizes[1]}, behind the {3 * sizes[0]} rows that"
+    assert told in caplog.text
+
+
+def test_rows_of_steps_before_another_batch_size_are_not_named_wrongly(rows, feed_of):
+    feed = feed_of(rows)
+    feed.seek({**feed.position(), "step": 3, "batch_size": 8})
+    assert feed.rows(2) == [] and feed.rows(3) == rows.describe(np.arange(24, 24 + BATCH))
 
 
 def test_long_texts_are_shown_where_they_differ():

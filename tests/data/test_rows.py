@@ -9,6 +9,7 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.opened import open_windows, prompts
 from openpi_train.data.source import BadRecord
+from openpi_train.data.text_lengths import TextLengths
 from openpi_train.data.tokenizer import load_tokenizer
 from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
 from openpi_train.robots.bridge import Bridge
@@ -132,6 +133,63 @@ def test_skipped_bad_records_are_replaced_by_the_same_rows_everywhere_and_told(o
     # Each of the others has a row of its own: a dozen and more draws of about 30 rows are mostly different.
     stand_ins = whole["state"][~good]
     assert len(stand_ins) > 10 and len({state.tobytes() for state in stand_ins}) > len(stand_ins) / 2
+
+
+def stand_ins_of(rows, positions):
+    """Of each of these positions whose record is bad, by its position: where the row in its place comes from.
+
+    Images of the synthetic data are drawn from the control step, so a row says which sample it is.
+    """
+    rows.on_bad_record = "error"
+    known = {}
+    for number in range(len(rows.windows)):
+        for index in range(rows.mixture.sizes[number]):
+            try:
+                known[rows._finished(number, index)["image/base_0_rgb"].tobytes()] = (number, index)
+            except BadRecord:
+                continue
+    rows.on_bad_record = "skip"
+    whole, told = rows.batch(positions)
+    dataset, _, index = rows.mixture.locate(positions)
+    found = [known[image.tobytes()] for image in whole["image/base_0_rgb"]]
+    own = list(zip(dataset.tolist(), index.tolist(), strict=True))
+    return {int(p): (was, now) for p, was, now in zip(positions, own, found, strict=True) if was != now}, told
+
+
+def test_a_stand_in_has_no_longer_text_and_is_drawn_until_one_is_found(open_small):
+    """Of 10 samples one has a short text, of 3 one is bad; a draw that is too long is followed by another."""
+    starts = open_small(one()).train.windows[0].starts
+    bad = tuple(int(step) for step in starts[::3])
+    rows = open_small(one(dataclasses.replace(SMALL, bad_steps=bad))).train
+    short = np.arange(len(starts)) % 10 == 0
+    rows = rows.in_lengths(TextLengths(lengths=(8, 24), tokens=(np.where(short, 8, 24),)), {})
+    found, _ = stand_ins_of(rows, np.arange(len(starts) * 8))
+    replaced = {position: now for position, ((_, was), (_, now)) in found.items() if short[was]}
+    assert len(replaced) == 8 * short[::3].sum() and len(set(replaced.values())) > 1
+    assert short[list(replaced.values())].all()
+    # Each message is of a bad record, of which a third of the draws among short ones have one: 1.5 for a position. The
+    # draws that were too long have none.
+    told = [line for position in replaced for line in rows.batch(np.array([position]))[1]]
+    assert len(told) < 3 * len(replaced)
+
+
+def test_a_stand_in_comes_from_its_own_dataset_and_depends_on_the_seed(open_small, mixture_config):
+    bad = tuple(range(0, 60, 3))
+    datasets = [
+        dataclasses.replace(one, source=dataclasses.replace(one.source, bad_steps=bad))
+        for one in mixture_config.datasets
+    ]
+    # The first dataset has more samples than the second.
+    datasets[0] = dataclasses.replace(datasets[0], source=dataclasses.replace(datasets[0].source, num_episodes=20))
+    config = dataclasses.replace(mixture_config, datasets=tuple(datasets))
+    draws = []
+    for seed in (1, 2):
+        found, _ = stand_ins_of(open_small(config, seed=seed).train, np.arange(180))
+        assert {was for (was, _), _ in found.values()} == {0, 1}
+        assert all(was == now for (was, _), (now, _) in found.values())
+        draws.append({position: sample for position, (_, sample) in found.items()})
+    both = [one for one in draws[0].keys() & draws[1].keys() if draws[0][one][0] == draws[1][one][0]]
+    assert len(both) > 5 and any(draws[0][position] != draws[1][position] for position in both)
 
 
 def test_a_dataset_of_bad_records_alone_is_an_error_also_when_skipping(open_small):

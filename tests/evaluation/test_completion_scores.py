@@ -56,7 +56,7 @@ def given(number, text):
     words = text.split()
     reason = "stop" if len(words) == 1 else "length"
     tokens = NewTokens(id=number, tokens=[0] * len(words), log_probs=[], top=[], finish_reason=reason)
-    return NewText(text=text, tokens=tokens)
+    return NewText(text=text, tokens=tokens, num_made=len(words))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from openpi_train.data.text.text_tokenizer import TextTokenizer
-from openpi_train.generation.completion_text import CompletionText
+from openpi_train.generation.completion_text import CompletionText, whole
 from openpi_train.generation.generator import NewTokens, joined
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
@@ -51,6 +51,19 @@ def told(tokenizer, prompt, tokens, sizes, stops=(), reason="length"):
 def sizes_of(total, seed):
     random = np.random.default_rng(seed)
     return [*random.integers(0, 6, total), total]
+
+
+@pytest.mark.parametrize("sizes", [[99], [3] * 33, [1] * 99])
+def test_tokens_that_were_made_are_counted_up_to_what_ends_the_completion(sizes):
+    tokenizer = of_bytes()
+    tokens = tokenizer.encode(["the end. More"])[0].tokens
+    assert sum(one.num_made for one in told(tokenizer, [], tokens, sizes)) == len(tokens)
+    stopped = told(tokenizer, [], tokens, sizes, stops=["end."])
+    assert whole(stopped).text == "the " and whole(stopped).num_made == len("the end.")
+    ended = CompletionText(tokenizer, [], ()).add(
+        NewTokens(id=0, tokens=[], log_probs=[], top=[], finish_reason="stop", ending=(2, -0.5))
+    )
+    assert (ended.num_made, ended.text, ended.tokens.tokens) == (1, "", [])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -55,9 +55,9 @@ def decoded(case, params, prompt):
     def follow(scores, index):
         token = recorded[:, index]
         own = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0]
-        return jnp.where(own >= scores.max(axis=1) - tolerance, token, -1)
+        return jnp.where(own >= scores.max(axis=1) - tolerance, token, -1), jnp.zeros(len(token))
 
-    return decode(model.transformer, model.prompt(seen), max_tokens=NUM_DECODED, end=-2, choose=follow)
+    return decode(model.transformer, model.prompt(seen), max_tokens=NUM_DECODED, end=-2, choose=follow)[0]
 
 
 @pytest.fixture(

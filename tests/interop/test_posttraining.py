@@ -243,6 +243,51 @@ def test_a_config_that_contradicts_its_deepspeed_file_is_refused(keys, changes, 
 
 
 @pytest.mark.parametrize(
+    ("keys", "told", "not_told"),
+    [
+        (
+            {"warmup_ratio": 0.1, "lr_scheduler_type": "linear"},
+            {
+                "scheduler.type": "replaced by lr_scheduler_type",
+                "scheduler.params.warmup_num_steps": "replaced by lr_scheduler_type, warmup_ratio",
+                "scheduler.params.warmup_max_lr": "--lr-schedule.peak-lr 3e-05",
+            },
+            ("warmup-steps 500", "kind constant"),
+        ),
+        (
+            {"learning_rate": 1e-4, "logging_steps": 50},
+            {
+                "scheduler.type": "--lr-schedule.kind constant",
+                "scheduler.params.warmup_max_lr": "replaced by learning_rate",
+                "steps_per_print": "replaced by logging_steps",
+            },
+            ("peak-lr 3e-05", "log-interval 10"),
+        ),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 500},
+            {"scheduler.type": "--lr-schedule.kind constant", "scheduler.params.warmup_num_steps": "warmup-steps 500"},
+            (),
+        ),
+        ({"distributed_strategy": "auto"}, {"zero_optimization.stage": "replaced by distributed_strategy"}, ("zero2",)),
+        ({"per_device_train_batch_size": 4}, {"train_batch_size": "--batch-size 32"}, ()),
+    ],
+)
+def test_what_is_told_of_a_deepspeed_file_is_what_the_run_gets(keys, told, not_told, folder):
+    (folder / "ds.json").write_text(json.dumps(with_changes({"steps_per_print": 10})))
+    given = {"distributed_strategy": "deepspeed", "deepspeed": {"config_path": "ds.json"}, **keys}
+    report = translated(training(**given)).report()
+    _, _, of_file = report.partition("ds.json:\n")
+    for key, what in told.items():
+        (line,) = [line for line in of_file.splitlines() if line.startswith(f"{key}:")]
+        assert what in line
+    assert not any(text in report for text in not_told)
+    # Every flag that is told of the file is one of those that the run gets.
+    *lines, together = of_file.splitlines()
+    flags = [flag for line in lines for flag in re.findall(r"  (--[a-z0-9.-]+(?: [^,\s]+)?)$", line)]
+    assert len(flags) > 5 and all(flag in together for flag in flags)
+
+
+@pytest.mark.parametrize(
     ("keys", "changes", "flags"),
     [
         # The total of the file holds for all devices, whatever their number is.

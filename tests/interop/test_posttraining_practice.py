@@ -84,6 +84,8 @@ def test_absent_keys_leave_what_the_experiment_has():
         ("grpo", {"epsilon": 0.1, "epsilon_high": 0.28}, "--objective.clip-low 0.1 --objective.clip-high 0.28"),
         ("grpo", {"epsilon_high": 0.28}, "--objective.clip-high 0.28"),
         ("grpo", {"delta": 2.0}, "--objective.clip-most 2.0"),
+        ("grpo", {"clip_ratio_c": 3.0}, "--objective.clip-most 3.0"),
+        ("ppo", {"clip_ratio_c": 3.0}, "--objective.clip-most 3.0"),
         *(
             ("ppo", {name: 0.5}, "--objective.value-weight 0.5")
             for name in ("vf_coef", "value_loss_coef", "value_coef", "vf_coeff")
@@ -357,6 +359,9 @@ def test_prompts_are_those_of_the_algorithm_or_of_rlhf():
     assert re.search(r"rlhf.train_files: .*not read by grpo", translated(data).report())
 
 
+TALK = [{"role": "user", "content": "a"}]
+
+
 @pytest.mark.parametrize(
     ("records", "kind", "columns"),
     [
@@ -365,8 +370,16 @@ def test_prompts_are_those_of_the_algorithm_or_of_rlhf():
         ([{"question": "a", "answer": "b"}], "texts", [("prompt=question", "completion=answer")]),
         # Of a preference only the prompt.
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "prompts", [("prompt=prompt",)]),
-        # A conversation is not answered by a text.
-        ([{"prompt": [{"role": "user", "content": "a"}], "solution": "b"}], "prompts", [("prompt=prompt",)]),
+        # A conversation may be answered by a text, a text by no conversation.
+        ([{"prompt": TALK, "solution": "b"}], "texts", [("prompt=prompt", "completion=solution")]),
+        ([{"prompt": TALK, "solution": TALK}], "texts", [("prompt=prompt", "completion=solution")]),
+        ([{"prompt": "a", "solution": TALK}], "prompts", [("prompt=prompt",)]),
+        # verl's.
+        (
+            [{"data_source": "openai/gsm8k", "prompt": TALK, "reward_model": {"style": "rule", "ground_truth": "2"}}],
+            "texts",
+            [("prompt=prompt", "completion=reward_model.ground_truth")],
+        ),
         # References are of no use unless every file has some.
         ([{"prompt": "a", "answer": "b"}, {"query": "a"}], "prompts", [("prompt=prompt",), ("prompt=query",)]),
     ],

@@ -1,3 +1,4 @@
+import ast
 import os
 import re
 import shlex
@@ -249,7 +250,7 @@ def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
     by_script = script("scripts/train_multi_gpu.sh", *words, DATA=str(tmp_path))
     assert by_script.returncode == 0, by_script.stderr
     run = ["robot_dp", "--exp-name", "put_away-demo-50_seed3", "--seed", "3", "--dataset", f"{tmp_path}/put-away.zarr"]
-    run += ["--resume", "--no-keep-effective-batch-size"]  # there, each GPU takes the batch size
+    run += ["--resume", "--no-keep-effective-batch-size", "--logs-json"]  # there, each GPU takes the batch size
     assert "each of the 2 GPUs takes the batch size" in by_script.stderr
     assert forms.main(["local", "--processes", "2", "--dry-run", "--", *run, "--batch-size", "8"]) == 0
     ours, theirs = (re.sub(r"MASTER_PORT=\d+", "", out) for out in (by_script.stdout, capsys.readouterr().out))
@@ -266,7 +267,7 @@ def test_train_multi_gpu_takes_the_arguments_of_robotwins_guide(gpus, tmp_path):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == int(gpus), done.stderr
     run = f"robot_dp --exp-name six_tasks-demo_clean-1200_seed0 --seed 0 --dataset {tmp_path}/six_tasks.zarr --resume"
-    assert all(line.endswith(f"-m openpi_train {run} --no-keep-effective-batch-size") for line in lines)
+    assert all(line.endswith(f"-m openpi_train {run} --no-keep-effective-batch-size --logs-json") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,26 @@ def test_the_scripts_for_one_gpu_are_those_for_several_with_one(line, run, tmp_p
     assert done.returncode == 0, done.stderr
     assert "WORLD_SIZE=1 " in done.stdout and "as there" not in done.stderr
     assert f"-m openpi_train {run} --seed 3 --dataset {tmp_path}/" in done.stdout
-    assert done.stdout.rstrip().endswith("--resume --no-keep-effective-batch-size --batch-size 8")
+    assert done.stdout.rstrip().endswith("--resume --no-keep-effective-batch-size --logs-json --batch-size 8")
     refused = script(f"scripts/{name}", *words[:3])
     assert refused.returncode == 2 and "arguments are needed, 3 given" in refused.stderr
+
+
+@pytest.mark.parametrize(("word", "meant"), [("--process", "--processes"), ("--prot", "--port")])
+def test_options_are_not_abbreviated(word, meant, capsys):
+    assert forms.main(["local", "--processes", "2", word, "4", *EXPERIMENT]) == 2
+    told = capsys.readouterr().err
+    assert f"no such option: {word} 4 (did you mean {meant}?)" in told
+
+
+def test_no_parser_takes_abbreviations():
+    files = [file for folder in ("openpi_train", "scripts", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    kinds = ("ArgumentParser", "add_parser")
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in kinds:
+                settings = {word.arg: word.value for word in node.keywords}
+                if not isinstance(value := settings.get("allow_abbrev"), ast.Constant) or value.value is not False:
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found

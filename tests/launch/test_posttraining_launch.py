@@ -11,6 +11,13 @@ from openpi_train.launch.spec import LaunchError
 HOSTS = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr 192.168.1.100 --master_port 29500"
 
 
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """The config that the commands name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").touch()
+
+
 @pytest.mark.parametrize(
     ("command", "same"),
     [
@@ -51,7 +58,7 @@ HOSTS = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr 192.168.1.100
         ),
     ],
 )
-def test_a_command_of_the_guide_is_one_of_launch(command, same, monkeypatch):
+def test_a_command_of_the_guide_is_one_of_launch(command, same, monkeypatch, config):
     started = []
     monkeypatch.setattr(forms, "main", lambda words: started.append(words) or 0)
     options, arguments = forms.split_arguments(shlex.split(command))
@@ -60,12 +67,18 @@ def test_a_command_of_the_guide_is_one_of_launch(command, same, monkeypatch):
     assert started == [shlex.split(same)]
 
 
-def test_arguments_after_two_dashes_are_passed_on(monkeypatch):
+def test_arguments_after_two_dashes_are_passed_on(monkeypatch, config):
     started = []
     monkeypatch.setattr(forms, "main", lambda words: started.append(words) or 0)
     assert posttraining.main(["--config=c.yaml"], ["--seed", "1"]) == 0
     assert started[0][-2:] == ["--seed", "1"]
     assert posttraining.is_meant(["--config=c.yaml"]) and not posttraining.is_meant(["--mode", "manual", "--rank", "1"])
+
+
+def test_a_config_that_is_not_there_is_told_once_before_any_process_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=r"there is no config c\.yaml \(looked in"):
+        posttraining.main(["--config", "c.yaml", "--nproc_per_node", "4"])
 
 
 def test_several_hosts_need_the_address_of_the_first():

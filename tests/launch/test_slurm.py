@@ -84,8 +84,36 @@ def test_every_option_is_in_the_file_and_bash_reads_it(capsys, tmp_path):
 
 def test_what_is_not_said_is_left_to_the_cluster(capsys):
     names = [header.partition("=")[0] for header in headers(dry_run(capsys))]
-    size = ["--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node"]
+    size = ["--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"]
     assert names == [*size, "--chdir", "--output", "--open-mode", "--signal", "--requeue"]
+
+
+@pytest.mark.parametrize(
+    ("options", "cores"),
+    [
+        ("--gpus-per-node 4", 8),
+        ("--gpus-per-node 4 --processes-per-node 1", 32),
+        ("--gpus-per-node 4 --cpus-per-task 6", 6),
+        ("--gpus-per-node 4 --cpus-per-task 0", None),
+        ("--processes-per-node 4", None),
+    ],
+)
+def test_a_process_has_cores_for_its_gpus(capsys, options, cores):
+    """One core, which clusters often give, would decode the pictures of a GPU."""
+    assert forms.main(["slurm", *options.split(), "--dry-run", *EXPERIMENT]) == 0
+    text = capsys.readouterr().out
+    found = [header for header in headers(text) if "cpus-per-task" in header]
+    assert found == ([] if cores is None else [f"--cpus-per-task={cores}"])
+    assert (f"--cpus-per-task={cores}" in step(text)) == (cores is not None)
+
+
+def test_gpus_are_those_of_all_nodes_as_slurm_counts_them(capsys):
+    assert forms.main(["slurm", "--nodes", "2", "--gpus", "8", "--dry-run", *EXPERIMENT]) == 0
+    told = capsys.readouterr()
+    assert "--gpus-per-node=4" in headers(told.out) and "--gpus 8 in all: 4 on each of 2 nodes" in told.err
+    for words in ("--nodes 2 --gpus 5", "--nodes 2 --gpus 4 --gpus-per-node 4"):
+        assert forms.main(["slurm", *words.split(), "--dry-run", *EXPERIMENT]) == 2
+        assert "counts the GPUs of all 2 nodes together" in capsys.readouterr().err
 
 
 def test_no_restarts_means_that_slurm_requeues_neither(capsys):
@@ -144,7 +172,7 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
         (["--env", "A"], "is not NAME=VALUE"),
         (["--env", "1A=b"], "'1A' is not the name of a variable"),
         (["--env", "RANK=3"], "--env RANK: the launcher sets it for each process"),
-        (["--cpus-per-task", "0"], "--cpus-per-task 0"),
+        (["--cpus-per-task", "-1"], "--cpus-per-task -1"),
         (["--memory", "lots"], "--memory 'lots' is not a number"),
         (["--sbatch-arg", "exclusive"], "--sbatch-arg 'exclusive' is not an option of sbatch"),
         (["--job-name", "a b"], "--job-name 'a b' has other characters"),

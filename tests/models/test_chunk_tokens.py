@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chisquare
+from scipy.stats import chisquare, entropy
 from test_pi0 import built
 from test_pi0_fast import FAST, seen_by
 
@@ -50,6 +50,8 @@ def test_tokens_have_the_log_probabilities_of_training_rows(model):
     np.testing.assert_allclose(
         cooled.log_prob[0], jax.nn.log_softmax(logits)[jnp.arange(3), TOKENS[0]], rtol=1e-5, atol=1e-6
     )
+    probs = np.asarray(jax.nn.softmax(logits), np.float64)
+    np.testing.assert_allclose(cooled.entropy[0], entropy(probs, axis=1), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -73,6 +75,11 @@ def test_what_is_drawn_has_the_probability_that_it_is_scored_with(model):
     kept = jax.device_get(law.drawn(model, observation, keys, (4, 5))[1])
     tokens, lengths = np.asarray(kept["tokens"]), law.lengths(kept)
     np.testing.assert_array_equal(lengths, np.where(tokens[:, 0] == 1, 1, 2))
+    # The sampler says with which probability it drew each token.
+    said, few = law.sampling_log_probs(kept, None), jax.tree.map(lambda leaf: leaf[:40], observation)
+    scored = model.chunk_scores(few, jnp.asarray(tokens[:40]), 0.5).log_prob
+    drawn = np.arange(2) < lengths[:40, None]
+    np.testing.assert_allclose(said[:40][drawn], np.asarray(scored)[drawn], rtol=1e-4, atol=1e-5)
     one = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (40, *leaf.shape[1:])), asked(FAST))
     first = np.bincount(tokens[:, 0]).argmax()
     pairs = jnp.stack([jnp.full(40, first), jnp.arange(40)], axis=1)

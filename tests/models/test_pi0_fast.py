@@ -143,7 +143,7 @@ def test_behind_the_end_of_a_row_there_is_padding_and_the_others_go_on(fast):
     def decoded(params, end):
         policy = model(params)
         chosen = {"max_tokens": steps, "end": end, "choose": choose_likeliest}
-        return decode(policy.transformer, policy.prompt(seen), **chosen)
+        return decode(policy.transformer, policy.prompt(seen), **chosen)[0]
 
     free = np.asarray(decoded(params, -1))
     ends = [int(token) for token in free[0] if token not in free[1]]  # which the other row does not say

@@ -198,7 +198,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="patterns of names (all)")
     parser.add_argument("--group", metavar="PATTERN", help="only mutations of a group that fits")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2)), help="tried at the same time")

@@ -60,14 +60,16 @@ def scored(logits, law=PLAIN):
     return law.scores(Given(logits), traces()).log_prob
 
 
-def batch(law=PLAIN, advantages=None, is_fresh=False):
-    acting, reference = (scored(TORCH[f"{name}_logits"], law) for name in ("acting", "reference"))
+def batch(law=PLAIN, advantages=None, is_fresh=False, mask=MASK):
+    acting, sampling, reference = (scored(TORCH[f"{name}_logits"], law) for name in ("acting", "sampling", "reference"))
     one = np.broadcast_to(TORCH["advantages"][:, None], MASK.shape) if advantages is None else advantages
     return PracticeBatch(
         traces=traces(),
-        mask=jnp.asarray(MASK),
-        advantages=jnp.asarray(one * MASK, jnp.float32),
+        mask=jnp.asarray(mask),
+        is_attempt=jnp.ones(ROWS, bool),
+        advantages=jnp.asarray(one * mask, jnp.float32),
         log_probs=acting,
+        sampling_log_probs=sampling,
         reference_log_probs=reference,
         values=jnp.asarray(TORCH["acting_values"]),
         returns=jnp.asarray(TORCH["returns"]),
@@ -92,6 +94,15 @@ CASES = {
     "grpo/reference": PolicyGradient(average="attempts", kl_weight=0.3),
     "grpo/reference-dapo": PolicyGradient(kl_weight=0.3),
     "grpo/cooled": PolicyGradient(law=TokenLaw(temperature=0.6), kl_weight=0.1),
+    "grpo/dual": PolicyGradient(clip_most=1.3),
+    "grpo/sampled": PolicyGradient(average="attempts", sampling_clip=1.1, kl_weight=0.3),
+    "grpo/sampled-freely": PolicyGradient(sampling_clip=1e9),
+    "grpo/cut-grpo": PolicyGradient(average="attempts"),
+    "grpo/cut-dapo": PolicyGradient(),
+    "grpo/cut-dr_grpo": PolicyGradient(average="constant", max_units=6),
+    "grpo/entropy-grpo": PolicyGradient(average="attempts", entropy_weight=0.3),
+    "grpo/entropy-dapo": PolicyGradient(entropy_weight=0.3),
+    "grpo/entropy-dr_grpo": PolicyGradient(average="constant", max_units=6, entropy_weight=0.3),
     "rloo/product": PolicyGradient(ratio="product", average="attempts"),
 }
 
@@ -101,7 +112,7 @@ CASES = {
 def test_loss_and_gradient_are_those_of_trl(case):
     """Sums of a few float32 terms of size 1, by other formulas."""
     objective = CASES[case]
-    given = batch(objective.law)
+    given = batch(objective.law, mask=TORCH["mask_cut"] if "/cut" in case else MASK)
     loss, gradient = jax.value_and_grad(lambda logits: loss_of(objective, given, logits)[0])(TORCH["logits"])
     np.testing.assert_allclose(loss, TORCH[f"{case}/loss"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, TORCH[f"{case}/gradient/logits"], rtol=1e-4, atol=1e-6)
@@ -127,7 +138,70 @@ def test_the_cases_clip_on_both_sides():
     _, metrics = loss_of(PolicyGradient(), batch(), TORCH["logits"])
     assert metrics["clip_fraction_low"] > 0 < metrics["clip_fraction_high"]
     assert metrics["clip_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 0.9
-    np.testing.assert_allclose(metrics["entropy"], TORCH["entropy"][MASK].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"average": "attempts"}, {"average": "constant", "max_units": 6}])
+def test_the_loss_is_lower_by_the_weight_times_the_mean_entropy_of_all_units(settings):
+    """TRL's bonus, whatever the average; the entropy is torch's, as the metric."""
+    given, plain = batch(), PolicyGradient(**settings)
+    loss, metrics = loss_of(plain, given, TORCH["logits"])
+    with_bonus, _ = loss_of(dataclasses.replace(plain, entropy_weight=0.3), given, TORCH["logits"])
+    expected = TORCH["entropy"][MASK].mean()
+    np.testing.assert_allclose(metrics["entropy"], expected, rtol=1e-6)
+    np.testing.assert_allclose(loss - with_bonus, 0.3 * expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_loss_is_higher_by_the_weight_times_the_divergence(kind):
+    """Estimates by hand: with d = log(reference / policy) -d, d^2 / 2 and e^d - d - 1; mean of all units."""
+    given = batch()
+    loss, _ = loss_of(PolicyGradient(), given, TORCH["logits"])
+    higher, metrics = loss_of(PolicyGradient(kl_weight=0.3, kl_kind=kind), given, TORCH["logits"])
+    d = np.asarray(scored(TORCH["reference_logits"]) - scored(TORCH["logits"]), np.float64)[MASK]
+    expected = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - d - 1}[kind].mean()
+    np.testing.assert_allclose(metrics["kl"], expected, rtol=1e-5)
+    np.testing.assert_allclose(higher - loss, 0.3 * expected, rtol=1e-4)
+
+
+def test_ratio_and_distance_from_the_acting_policy_are_the_means_by_hand():
+    _, metrics = loss_of(PolicyGradient(), batch(), TORCH["logits"])
+    gap = np.asarray(scored(TORCH["logits"]) - scored(TORCH["acting_logits"]), np.float64)[MASK]
+    np.testing.assert_allclose(metrics["ratio"], np.exp(gap).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["approx_kl"], (gap**2).mean() / 2, rtol=1e-5)
+
+
+def test_a_unit_that_the_dual_clip_stops_is_told_as_clipped():
+    for ratio, clipped in ((2.9, 0), (3.1, 1)):
+        objective, given = PolicyGradient(law=OneUnit(), clip_most=3.0), one_unit(-1.0)
+        _, metrics = objective.loss(Line(jnp.log(ratio)), given, objective.norms(given), None)
+        assert metrics["clip_fraction"] == clipped
+
+
+def test_what_the_sampler_says_otherwise_is_told_as_trl_tells_it():
+    """Mean absolute difference of log-probabilities, mean ratio, and the share of ratios above 2 or below 1/2."""
+    _, metrics = loss_of(PolicyGradient(), batch(), TORCH["logits"])
+    for name in ("difference", "ratio", "far"):
+        np.testing.assert_allclose(metrics[f"sampling_{name}"], TORCH[f"sampling/{name}"], rtol=1e-5)
+    assert 0 < metrics["sampling_far"] < 1
+    # Of fresh attempts the policy that acted is the one that learns.
+    _, metrics = loss_of(PolicyGradient(), batch(is_fresh=True), TORCH["acting_logits"])
+    np.testing.assert_allclose(metrics["sampling_difference"], TORCH["sampling/difference"], rtol=1e-5)
+
+
+def test_a_batch_without_any_unit_to_learn_from_has_a_loss_and_a_gradient_of_zero():
+    objective = PolicyGradient(average="attempts", entropy_weight=0.1, kl_weight=0.1, sampling_clip=2.0, clip_most=3.0)
+    given = batch(mask=np.zeros_like(MASK))
+    loss, gradient = jax.value_and_grad(lambda logits: loss_of(objective, given, logits)[0])(TORCH["logits"])
+    assert loss == 0 and not gradient.any()
+
+
+def test_rows_that_fill_a_batch_do_not_thin_it_out_and_cut_attempts_do():
+    """TRL counts cut ones, and so does verl, by its global batch size."""
+    objective, mask = PolicyGradient(average="attempts"), MASK & (np.arange(ROWS) < 2)[:, None]
+    given = batch(mask=mask)
+    filled = dataclasses.replace(given, is_attempt=jnp.arange(ROWS) < 2)
+    loss, of_two = (float(loss_of(objective, one, TORCH["logits"])[0]) for one in (given, filled))
+    assert loss == pytest.approx(of_two / 2, rel=1e-6) and loss != 0
 
 
 @pytest.mark.parametrize("ratio", ["unit", "mean", "product"])
@@ -172,7 +246,8 @@ class OneUnit(Law):
 def one_unit(advantage, **fields):
     zeros = jnp.zeros((1, 1))
     parts = {"advantages": zeros + advantage, "mask": jnp.ones((1, 1), bool), "is_fresh": jnp.zeros(1, bool)}
-    parts |= {"log_probs": zeros, "reference_log_probs": zeros, "values": zeros, "returns": zeros, "traces": None}
+    parts |= dict.fromkeys(("log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns"), zeros)
+    parts |= {"traces": None, "is_attempt": jnp.ones(1, bool)}
     return tree_of(PracticeBatch, **(parts | fields))
 
 
@@ -210,7 +285,8 @@ def test_an_extreme_ratio_has_a_finite_loss_and_gradient(logarithm, advantage):
 def test_averages_have_the_published_numbers():
     """P3: losses [1, 1] and six times 0, of at most 8 units."""
     mask = jnp.asarray(np.arange(8) < np.array([[2], [6]]))
-    given = tree_of(PracticeBatch, **{field.name: None for field in dataclasses.fields(PracticeBatch)} | {"mask": mask})
+    unknown = {field.name: None for field in dataclasses.fields(PracticeBatch)}
+    given = tree_of(PracticeBatch, **unknown | {"mask": mask, "is_attempt": jnp.ones(2, bool)})
     losses = jnp.asarray([[1.0], [0.0]]) * mask
     for average, expected in (("attempts", 0.5), ("units", 0.25), ("constant", 0.125)):
         objective = PolicyGradient(average=average, max_units=8 if average == "constant" else None)
@@ -296,6 +372,7 @@ def test_a_bandits_better_arm_is_learnt(kind):
 def test_settings_without_meaning_are_refused():
     assert "--objective.max-units None" in PolicyGradient(average="constant").check()[0]
     assert "must be above 1 + clip_high" in PolicyGradient(clip_most=1.1).check()[0]
+    assert "--objective.sampling-clip 0 must be above 0" in PolicyGradient(sampling_clip=0).check()[0]
     assert "temperature 0.0" in PolicyGradient(law=TokenLaw(temperature=0.0)).check()[0]
     assert not PolicyGradient().check()
 

@@ -12,7 +12,7 @@ from sampling.test_flow_law import nothing
 from openpi_train.keys import row_keys
 from openpi_train.objectives.weighted_flow import WeightedFlow
 from openpi_train.sampling.flow_law import FlowLaw
-from openpi_train.types import ChainTraces, PracticeBatch, tree_of
+from openpi_train.types import PracticeBatch, tree_of
 
 ROWS, QUERIES, STEPS, HORIZON, DIMS = 3, 2, 2, 3, 2
 CHUNKS = np.random.default_rng(0).normal(size=(ROWS, QUERIES, HORIZON, DIMS))
@@ -34,9 +34,11 @@ class Constant(nnx.Module):
 
 def batch_of(chunks=CHUNKS, advantages=ADVANTAGES, counts=COUNTS):
     noisy = jnp.zeros((*chunks.shape[:2], STEPS + 1, HORIZON, DIMS)).at[:, :, -1].set(chunks)
-    traces = tree_of(ChainTraces, observation=nothing(*chunks.shape[:2]), noisy=noisy, row=jnp.arange(len(chunks)))
+    traces = LAW.traces(
+        nothing(*chunks.shape[:2]), {"noisy": noisy}, jnp.ones(chunks.shape, bool), jnp.arange(len(chunks))
+    )
     mask, units = (jnp.asarray(np.repeat(one, STEPS, axis=1)) for one in (counts, advantages * counts))
-    names = ("log_probs", "reference_log_probs", "values", "returns", "is_fresh")
+    names = ("log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns", "is_fresh", "is_attempt")
     unused = dict.fromkeys(names, jnp.zeros(len(chunks)))
     return tree_of(PracticeBatch, traces=traces, mask=mask, advantages=units.astype(jnp.float32), **unused)
 

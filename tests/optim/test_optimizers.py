@@ -14,15 +14,16 @@ from flax import nnx
 
 from openpi_train import registry
 from openpi_train.nn.params import module_params
-from openpi_train.optim import OPTIMIZERS, SGD, Adafactor, AdamW, Lion, LRSchedule, Muon
+from openpi_train.optim import OPTIMIZERS, SGD, Adafactor, AdamW, Lion, LRSchedule, Muon, named_optimizer
+from openpi_train.optim.optimizer_config import OptimizerConfig
 
 SHAPES = {
     "layers/weight": (3, 6, 4),
-    "layers/query": (3, 2, 6, 4),
+    "layers/query/weight": (3, 2, 6, 4),
     "layers/attention/query/kernel": (3, 6, 2, 4),
     "layers/bias": (3, 4),
     "layers/norm/scale": (3, 6),
-    "layers/gain": (3, 4),
+    "layers/gain/weight": (3, 4),
     "kernel": (5, 4),
     "embedding": (7, 4),
     "bias": (4,),
@@ -103,7 +104,7 @@ CASES = {
 # What Muon takes for matrices: indices that pick each one.
 MATRICES = {
     "layers/weight": [(layer,) for layer in range(3)],
-    "layers/query": list(itertools.product(range(3), range(2))),
+    "layers/query/weight": list(itertools.product(range(3), range(2))),
     "layers/attention/query/kernel": [(layer, slice(None), head) for layer in range(3) for head in range(2)],
     "kernel": [()],
     "tiny/weight": [()],
@@ -258,9 +259,6 @@ def test_matrices_of_the_full_models(name):
     for part in ("query", "key", "value"):
         assert sizes(f"image_encoder/layers/attention/{part}/kernel") == (tower.width, head_width)
     assert sizes("image_encoder/layers/attention/out/kernel") == (head_width, tower.width)
-    for path in params:
-        by_adam = path.endswith(("/bias", "/scale")) or "embedding" in path or "_proj/" in path
-        assert (matrices[path] is None) == by_adam, path
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -275,3 +273,35 @@ def test_parameters_may_learn_at_a_rate_of_their_own(name):
     found, _ = own.update(grads, own.init(params), params)
     np.testing.assert_allclose(found["critic/a"], 3 * expected["critic/a"], rtol=1e-6)
     np.testing.assert_array_equal(found["policy/a"], expected["policy/a"])
+
+
+# Fields that all optimizers have but which are each rule's own: its usual decay differs by orders of magnitude.
+OF_A_RULE = {"weight_decay"}
+
+
+@pytest.mark.parametrize(("old", "new"), [*itertools.permutations(OPTIMIZERS, 2)])
+def test_another_optimizer_keeps_every_setting_that_both_have(old, new):
+    given = {
+        "clip_gradient_norm": 0.25,
+        "decay_mask": "weight",
+        "rate_mask": "critic/",
+        "rate_factor": 3.0,
+        "moment_dtype": "bfloat16",
+    }
+    common = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    assert common == given.keys() | OF_A_RULE  # a field that is new here is kept or not, but on purpose
+    like = OPTIMIZERS[old](**given, weight_decay=0.5)
+    found = named_optimizer(new, like)
+    assert type(found) is OPTIMIZERS[new]
+    assert {name: getattr(found, name) for name in given} == given
+    own = OPTIMIZERS[new]()
+    others = [field.name for field in dataclasses.fields(own) if field.name not in given]
+    assert {name: getattr(found, name) for name in others} == {name: getattr(own, name) for name in others}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_optimizer_keeps_everything(name):
+    like = OPTIMIZERS[name](weight_decay=0.5, moment_dtype="bfloat16")
+    assert named_optimizer(name, like) is like
+    with pytest.raises(ValueError, match=f"unknown optimizer 'adam'; allowed: {', '.join(OPTIMIZERS)}"):
+        named_optimizer("adam", like)

@@ -105,6 +105,40 @@ def test_ratio_and_missing_end_follow_the_length_of_the_run():
     assert LRSchedule().over(123) == LRSchedule()
 
 
+# math.ceil(num_training_steps * warmup_ratio), `TrainingArguments.get_warmup_steps` of transformers 4 and 5.
+@pytest.mark.parametrize(("ratio", "steps", "warm_up"), [(0.03, 101, 4), (0.1, 30, 3), (0.1, 1001, 101), (0.0, 7, 0)])
+def test_a_fraction_of_the_run_is_rounded_up(ratio, steps, warm_up):
+    assert LRSchedule(warmup_ratio=ratio, decay_steps=None).over(steps).warmup_steps == warm_up
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"warmup_ratio": 0.1, "warmup_lr": 0.0, "kind": "linear", "decay_steps": None, "decay_lr": 0.0},
+         "from 0 to 0.001 in 20 steps, then linearly to 0 at step 200"),
+        ({"warmup_steps": 0, "kind": "constant"}, "0.001, and constant"),
+        ({"warmup_steps": 500, "warmup_lr": 0.0, "warmup_shape": "log", "kind": "constant"},
+         "from 0 to 0.001, by the logarithm, in 500 steps, and constant"),
+        ({"warmup_steps": 9, "decay_steps": 100, "decay_lr": 1e-4},
+         "from 0.0001 to 0.001 in 9 steps, then by a cosine to 0.0001 at step 100"),
+        ({"warmup_steps": 0, "kind": "rsqrt", "decay_steps": 50},
+         "0.001, then by the inverse square root of time, in units of 50 steps"),
+        ({"warmup_steps": 0, "kind": "wsd", "decay_steps": None, "decay_lr": 0.0},
+         "0.001, then constant, and from step 180 on to 0 at step 200 (1-sqrt)"),
+    ],
+)  # fmt: skip
+def test_a_schedule_says_what_its_rates_are(changes, words):
+    schedule = LRSchedule(peak_lr=1e-3, **changes)
+    assert schedule.in_words(200) == words
+    values = rates(schedule.over(200), 201)
+    if "wsd" in changes.values():
+        assert values[180] == np.float32(1e-3) > values[181] and values[200] == 0
+    if "from" in words.split(",")[0]:
+        start, warm_up = float(words.split()[1]), schedule.over(200).warmup_steps
+        np.testing.assert_allclose(values[0], start, rtol=1e-6)  # float32
+        assert warm_up > 200 or values[warm_up] == np.float32(1e-3) > values[warm_up - 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -40,7 +40,7 @@ def said(question, row, step):
 
 
 def scripted(first_action):
-    """The policy, and what it was asked, question by question: states, target, weights."""
+    """The policy, and what it was asked, question by question: states, target, weights, largest guidance."""
     policy, asked, _ = scripted_with_draws(first_action)
     return policy, asked
 
@@ -93,6 +93,15 @@ def test_in_real_time_a_chunk_begins_to_be_carried_out_after_its_delay():
     assert found.tolist() == [[0, 1, 2, 3, 102, 103, 202, 203, 302, 303]]
 
 
+def test_the_largest_guidance_may_be_another_above_0():
+    policy, asked = scripted(0)
+    acting = ActingInRealTime(policy, following.Follow(), delay=2, execute=2, max_guidance=10.0)
+    following.executed(acting, execute=2, steps=6, rows=1)
+    assert [most.tolist() for *_, most in asked[1:]] == [[10.0]] * 2
+    with pytest.raises(ValueError, match="a largest guidance of 0 must be above 0 and finite"):
+        ActingInRealTime(policy, following.Follow(), delay=2, execute=2, max_guidance=0.0)
+
+
 @pytest.mark.parametrize("make", [Acting, lambda policy, env: ActingInRealTime(policy, env, delay=1, execute=2)])
 def test_an_episodes_noise_is_its_own_at_every_question_and_in_every_batch(make):
     policy, _, drawn = scripted_with_draws(0)
@@ -142,7 +151,8 @@ def test_every_delay_carries_out_what_was_planned_and_guides_towards_the_rest_of
         question, step = planned(time // execute, time, delay, execute)
         assert found[:, time].tolist() == [said(question, row, step)[0] for row in range(ROWS)]
     assert len(asked) == -(-STEPS // execute) and len(asked[0]) == 1  # the first chunk is free
-    for question, (states, target, weights) in enumerate(asked[1:], start=1):
+    for question, (states, target, weights, most) in enumerate(asked[1:], start=1):
+        assert most.tolist() == [5.0] * ROWS
         present = question * execute
         np.testing.assert_allclose(states[:, 0], found[:, present - 1], atol=2e-2)
         for row in range(ROWS):
@@ -185,14 +195,14 @@ def noise_of(seed, draw, shape):
     return np.asarray(jax.random.normal(jax.random.fold_in(key, zlib.crc32(b"validation/sample")), shape), np.float64)
 
 
-def guided(noise, mean, target, weights, num_steps):
+def guided(noise, mean, target, weights, num_steps, most=5.0):
     """Real-time chunking's equations 2 to 5 for this flow, whose destination is linear in the noisy actions."""
     x = noise
     for number in range(num_steps):
         t = 1 - number / num_steps
         slope = (1 - t) * 0.25 / ((1 - t) ** 2 * 0.25 + t**2)
         destination = mean + slope * (x - (1 - t) * mean)
-        strength = 5.0 if t == 1 else min(5.0, (t**2 + (1 - t) ** 2) / (t * (1 - t)))
+        strength = most if t == 1 else min(most, (t**2 + (1 - t) ** 2) / (t * (1 - t)))
         x = x - ((x - destination) / t - strength * slope * weights * (target - destination)) / num_steps
     return x
 
@@ -222,13 +232,14 @@ def test_each_rows_chunk_is_guided_by_its_own_target_whatever_the_batch(objectiv
     weights[1] = 0  # the second row is free
     blank = {name: np.ones(one, dtype) for name, (one, dtype) in sampler.row_spec().items()}
     rows = [blank | {"state": mean.astype(np.float32)} for mean in means]
-    found = sampler.sample(rows, draws, (targets.astype(np.float32), weights.astype(np.float32)))
+    bounds = np.array([5.0, 5.0, 1.5], np.float32)
+    found = sampler.sample(rows, draws, (targets.astype(np.float32), weights.astype(np.float32), bounds))
     free = sampler.sample(rows, draws)
     for row, draw in enumerate(draws):
         noise, mean = noise_of(3, draw, shape[1:]), means[row][None]
         # A few float32 operations with numbers around 1 in each of the steps.
         np.testing.assert_allclose(
-            found[row], guided(noise, mean, targets[row], weights[row], STEPS_OF_FLOW), atol=1e-5
+            found[row], guided(noise, mean, targets[row], weights[row], STEPS_OF_FLOW, bounds[row]), atol=1e-5
         )
         np.testing.assert_allclose(free[row], guided(noise, mean, 0, 0, STEPS_OF_FLOW), atol=1e-5)
     assert np.abs(found[0] - free[0]).max() > 0.1

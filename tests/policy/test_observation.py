@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from openpi_train.data.windows import WindowShape
-from openpi_train.policy.observation import ObservationError, ObservationForm, stack_history
+from openpi_train.policy.observation import ObservationError, ObservationForm, _tell_overshoot, stack_history
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.droid import Droid
@@ -203,6 +203,30 @@ def test_fractions_become_bytes_row_by_row_as_openpi_rounds_them():
     tracemalloc.stop()
     np.testing.assert_array_equal(row["image/base_0_rgb"], np.floor(fractions * np.float32(255)))
     assert held < fractions.nbytes / 2, "a whole image of products would be as large as what was sent"
+
+
+def test_fractions_that_overshoot_by_rounding_are_clipped_and_told_once(caplog):
+    picture = np.zeros((4, 4, 3))
+    picture[0], picture[1], picture[2] = 1 + 1e-6, -1e-6, 1 + 9e-4
+    _tell_overshoot.cache_clear()
+    for _ in range(2):
+        row, _ = ask(form(Bridge()), **{"observation/image_0": picture})
+        assert row["image/base_0_rgb"][:, 0, 0].tolist() == [255, 0, 255, 0]
+    assert caplog.text.count("'observation/image_0' has fractions below 0 or above 1, by at most 0.001: clipped") == 1
+    for wrong in (1.01, -0.01, np.nan):
+        picture[3] = wrong
+        with pytest.raises(
+            ObservationError, match=r"'observation/image_0' is float64 from .* or fractions from 0 to 1"
+        ):
+            ask(form(Bridge()), **{"observation/image_0": picture})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint16, np.int32])
+def test_whole_numbers_of_any_type_are_pixels(kind):
+    row, _ = ask(form(Bridge()), **{"observation/image_0": np.full((4, 4, 3), 200, kind)})
+    assert row["image/base_0_rgb"].dtype == np.uint8 and (row["image/base_0_rgb"] == 200).all()
+    with pytest.raises(ObservationError, match="from 256 to 256"):
+        ask(form(Bridge()), **{"observation/image_0": np.full((4, 4, 3), 256, kind)})
 
 
 def test_parts_of_a_state_that_are_too_large_are_not_joined():

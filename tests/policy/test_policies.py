@@ -113,6 +113,7 @@ def test_a_diffusion_policy_sees_the_last_steps_and_answers_from_the_present_one
     run = save_run(diffusion(tmp_path), tmp_path)
     policy = one_device(run)
     assert policy.metadata["history"] == 3 and policy.metadata["action_horizon"] == 6
+    assert policy.metadata["num_executed"] == run.experiment.model.n_action_steps
     assert policy.metadata["observation"]["head_camera"]["shape"] == [3, 24, 32, 3]
     whole = run.observation(0)
     steps = [{"head_camera": whole["head_camera"][n], "state": whole["state"][n]} for n in range(3)]

@@ -38,7 +38,12 @@ class ScriptedActor(Actor):
             outcomes=rewards,
             is_cut=lengths == UNITS,
             mask=mask,
-            columns={**texts, "weights": np.pad(mask, ((0, 0), (1, 0))).astype(np.float32)},
+            columns={
+                **texts,
+                "weights": np.pad(mask, ((0, 0), (1, 0))).astype(np.float32),
+                # As of a parameter of 1 in `WeightLaw` of the tests.
+                "sampling_log_probs": np.tile(-np.array(numbers)[:, 1:] - 1.0, UNITS).astype(np.float32),
+            },
         )
 
     def traces(self, columns: Any) -> TokenTraces:

@@ -66,7 +66,15 @@ class WeightLaw(Law):
 PLAIN = PolicyGradient(law=WeightLaw())
 
 
-def made(devices=1, accum=1, objective=PLAIN, reward=lambda c, n: float(n == 0), directory=None, **settings):
+def made(
+    devices=1,
+    accum=1,
+    objective=PLAIN,
+    reward=lambda c, n: float(n == 0),
+    directory=None,
+    batch_size=BATCH,
+    **settings,
+):
     """A feed, the state and the compiled step of its run."""
     plan = Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
     # No step moves a ratio or a value to exactly where it is clipped.
@@ -75,7 +83,7 @@ def made(devices=1, accum=1, objective=PLAIN, reward=lambda c, n: float(n == 0),
         WeightConfig(), plan, AdamW(), schedule, objective=objective, accum=accum, ema=None, seed=3
     )
     practice = ScriptedPractice(**{"num_groups": 4, "group_size": 3, "epochs": 2, **settings})
-    feed = PracticeFeed(practice, ScriptedActor(reward), trainer, batch_size=BATCH, directory=directory)
+    feed = PracticeFeed(practice, ScriptedActor(reward), trainer, batch_size=batch_size, directory=directory)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, WeightConfig(), trainer.optimizer, lambda _: False, False, 7)
     return feed, state, trainer.jitted_step(layout.shardings), plan
@@ -222,6 +230,7 @@ def test_attempts_that_were_cut_may_stay_out_of_the_loss():
     attempts = [attempt for batch in batches for attempt in attempts_of(batch)]
     is_cut = [2 + (draw + number) % (UNITS - 1) == UNITS for draw, number in attempts]
     assert masks.any(axis=1).tolist() == [not cut for cut in is_cut] and any(is_cut)
+    assert all(batch.is_attempt.all() for batch in batches)
 
 
 def test_rows_that_fill_an_iteration_count_nowhere():
@@ -230,6 +239,7 @@ def test_rows_that_fill_an_iteration_count_nowhere():
     batches = [feed.next(state) for _ in range(3)]
     masks, advantages = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("mask", "advantages"))
     assert masks.any(axis=1).sum() == 3 and not advantages[~masks].any()
+    np.testing.assert_array_equal(np.concatenate([batch.is_attempt for batch in batches]), masks.any(axis=1))
 
 
 @pytest.mark.slow
@@ -246,6 +256,8 @@ def test_the_first_ratio_is_exactly_one():
     feed, state, step, plan = made()
     found, _ = trained(feed, state, step, plan, 12)
     assert [one["ratio"] == 1 for one in found] == [True, *[False] * 5] * 2
+    # In the first iteration the sampler says what training does; then the parameter has changed, not what is scripted.
+    assert [one["sampling_difference"] == 0 for one in found] == [True] * 6 + [False] * 6
 
 
 @pytest.mark.slow
@@ -272,6 +284,18 @@ def test_it_goes_on_from_its_position_with_the_same_batches():
         one, two = feed.next(state), other.next(state)
         jax.tree.map(np.testing.assert_array_equal, one, two)
     assert feed.position() == other.position()
+
+
+def test_it_goes_on_with_another_batch_size_at_the_contexts_that_follow():
+    feed, state, *_ = made()
+    for _ in range(6):
+        feed.next(state)
+    other, *_ = made(batch_size=6)
+    other.seek(json.loads(json.dumps(feed.position())))
+    batches = [other.next(state) for _ in range(2 * 12 // 6)]
+    attempts = [attempt for batch in batches for attempt in attempts_of(batch)]
+    assert sorted(attempts) == sorted(2 * [(draw, number) for draw in range(4, 8) for number in range(3)])
+    assert other.position()["iteration"] == 2 and other.can_be_saved
 
 
 def test_the_position_of_other_contexts_is_refused():

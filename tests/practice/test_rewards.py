@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from openpi_train.practice.rewards.text_reward import Completed, TextReward
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.preempt import StoppedError
 
+REPO = Path(__file__).resolve().parents[2]
 FUNCTIONS = """
-    import os, time
+    import os, signal, subprocess, sys, time
+    from pathlib import Path
 
     def length(prompt, completion, reference):
         return len(completion) / 10 if completion else None
@@ -33,6 +37,27 @@ FUNCTIONS = """
 
     def ends(prompt, completion, reference):
         os._exit(3)
+
+    def killed(prompt, completion, reference):
+        if completion == "end":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1
+
+    # Starts a program that lives on, in the way that the completion says; the reference is a file for its number.
+    def starts(prompt, completion, reference):
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)"
+        code += "; time.sleep(600)"
+        alone = "session" in completion
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=alone)
+        child.stdout.readline()
+        Path(reference).write_text(str(child.pid))
+        if "fork" in completion and not os.fork():  # a copy of this process, which holds its connection
+            time.sleep(600)
+        if "exit" in completion:
+            os._exit(3)
+        if "hang" in completion:
+            child.wait()
+        return 1
 
     def words(prompt, completion, reference):
         return "0.5"
@@ -124,13 +149,84 @@ def test_a_completion_may_be_without_reward_where_the_function_hangs(functions):
     assert found.total[[0, 2]].tolist() == [1, 1] and np.isnan(found.total[1])
 
 
+def test_a_function_that_ends_its_process_leaves_the_completion_without_reward_if_asked(functions, caplog):
+    given = [completed(text) for text in ("a", "end", "b", "end")]
+    found = judged([(f"{functions}:killed", 1.0)], given, on_timeout="none").total
+    assert found[[0, 2]].tolist() == [1, 1] and np.isnan(found[[1, 3]]).all()
+    assert caplog.text.count("has ended its process (killed by SIGKILL") == 2
+
+
+def test_a_function_that_always_ends_its_process_is_an_error(functions, monkeypatch):
+    monkeypatch.setattr("openpi_train.practice.rewards.function_reward._MOST_DEATHS", 2)
+    with pytest.raises(DataError, match=r"exit code 3\), as 1 completions before it in a row: mend the function"):
+        judged([(f"{functions}:ends", 1.0)], [completed("a")] * 3, on_timeout="none")
+
+
+def test_a_process_that_is_killed_between_two_calls_is_started_again(functions):
+    reward = FunctionReward(f"{functions}:process", timeout_s=60.0)
+    (process,) = reward([("", "", "")])
+    os.kill(int(process), signal.SIGKILL)
+    while Path(f"/proc/{int(process)}/stat").read_text().split()[2] != "Z":
+        pass
+    (other,) = reward([("", "", "")])
+    assert other != process
+    reward.close()
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until_ended(pid):
+    deadline = time.monotonic() + 20
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"{pid} is still there"
+        time.sleep(0.01)
+
+
+# What a function starts ignores SIGTERM. In a session of its own it is found as long as the function's process lives.
+@pytest.mark.parametrize("how", ["hang", "hang session", "returns", "returns session", "exit", "exit fork"])
+def test_programs_end_with_the_function_that_started_them(functions, tmp_path, how):
+    timeout_s = 1.0 if "hang" in how else 60.0
+    reward = FunctionReward(f"{functions}:starts", timeout_s=timeout_s, on_timeout="none")
+    assert reward([("", how, str(tmp_path / "pid"))]) == [1 if "returns" in how else None]
+    child = int((tmp_path / "pid").read_text())
+    assert "returns" not in how or is_running(child)
+    reward.close()
+    until_ended(child)
+
+
+@pytest.mark.parametrize("how", ["returns", "hang session"])
+def test_programs_end_with_the_run(functions, tmp_path, how):
+    code = f"""
+import time
+from openpi_train.practice.rewards.function_reward import FunctionReward
+if __name__ == "__main__":
+    FunctionReward({f"{functions}:starts"!r}, timeout_s=600.0)([("", {how!r}, {str(tmp_path / "pid")!r})])
+    time.sleep(600)
+"""
+    (tmp_path / "run.py").write_text(code)
+    run = subprocess.Popen([sys.executable, tmp_path / "run.py"], env=os.environ | {"PYTHONPATH": str(REPO)})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    run.kill()  # as by the system
+    run.wait()
+    until_ended(int((tmp_path / "pid").read_text()))
+
+
 @pytest.mark.parametrize(
     ("function", "text", "message"),
     [
         ("wrong", "nan", "is nan; needed is a finite number, below 1e"),
         ("wrong", "huge", r"is 1e\+300; needed is a finite number"),
         ("wrong", "raise", "ZeroDivisionError"),
-        ("ends", "", "has ended its process"),
+        ("ends", "", r"has ended its process \(exit code 3\)\. Mend it, or .*--practice\.on-reward-timeout none"),
+        ("killed", "end", r"has ended its process \(killed by SIGKILL, as the system does that has no memory left\)"),
         ("words", "", "it returned '0.5'; needed is a number"),
         ("missing", "", "has no function 'missing'"),
         ("two", "", r"is called as two\(prompt, completion, reference\): too many positional"),

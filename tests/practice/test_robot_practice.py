@@ -10,6 +10,7 @@ import optax
 import pytest
 from practice.made import Made
 from practice.wandering import SIZE, Wander, wandering
+from scipy.stats import norm
 from trainers import make_trainer, running_of
 
 from openpi_train.data.lerobot import LeRobot
@@ -112,11 +113,21 @@ def test_batches_have_the_shapes_that_programs_are_compiled_for(still):
 
 def test_what_acts_is_scored_with_the_probability_that_it_was_drawn_with(still):
     """The first ratio is exactly 1, and stays 1 where nothing is learnt."""
-    _, batches, found = still
-    assert found[0]["ratio"] == 1 and found[0]["entropy"] != 0
+    made, batches, found = still
+    law = made.experiment.objective.law
+    # Of the Gaussians of a step: of the seven dims of every control step that took place, mean over the steps.
+    of_value = norm.entropy(scale=np.asarray(law.std(jnp.asarray(law.times())), np.float64))
+    executed = np.asarray(batches[0].traces.is_executed).sum(axis=(2, 3))
+    assert set(np.unique(executed)) == {0, 7, 14}
+    units = np.asarray(batches[0].mask).sum()
+    assert found[0]["entropy"] == pytest.approx((executed[..., None] * of_value).sum() / units, rel=1e-5)
+    assert found[0]["ratio"] == 1
     for one in found[1:]:
         assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["clip_fraction"] == 0
-    assert np.abs(batches[1].log_probs).min() > 0
+    for one in found:
+        assert one["sampling_difference"] < 1e-3 and one["sampling_ratio"] == pytest.approx(1, abs=1e-3)
+    counts = np.asarray(batches[1].mask)
+    assert (np.asarray(batches[1].log_probs)[counts] != 0).all()
 
 
 @pytest.mark.slow
@@ -166,6 +177,10 @@ def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
         dense = sum(range((end or 5) + 1))
         assert attempts.rewards[number] == pytest.approx(attempts.outcomes[number] + 0.1 * dense)
         assert attempts.is_cut[number] == (end is None)
+        executed = attempts.local.columns["is_executed"].reshape(16, QUERIES, 3, 8)[number]
+        # Two of a chunk's three actions, up to the end of the episode; the model has one dim more than the robot.
+        assert executed.sum(axis=(1, 2)).tolist() == [7 * n for n in np.clip((end or 5) - np.array([0, 2, 4]), 0, 2)]
+        assert not executed[:, 2].any() and not executed[..., 7].any()
         valid = -(-(end or 5) // 2)
         assert attempts.mask[number].tolist() == [True] * valid * STEPS + [False] * (QUERIES - valid) * STEPS
         assert attempts.parts[f"success/{task}"][number] == attempts.outcomes[number]
@@ -333,7 +348,7 @@ def test_a_unit_counts_by_the_length_of_its_episode(still):
     mask = np.concatenate([batch.mask for batch in batches[:2]])
     lengths = mask.sum(axis=1, keepdims=True)
     assert len(np.unique(lengths)) > 1
-    given = tree_of(PracticeBatch, mask=jnp.asarray(mask))
+    given = tree_of(PracticeBatch, mask=jnp.asarray(mask), is_attempt=jnp.ones(len(mask), bool))
     objective = made.experiment.objective
     weights = objective._weights(jnp.asarray(mask, jnp.float32), jnp.asarray(lengths), objective.norms(given))
     np.testing.assert_allclose(weights, mask / (16 * lengths), rtol=1e-6)

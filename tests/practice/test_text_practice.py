@@ -14,7 +14,9 @@ from trainers import make_trainer, running_of
 
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextDataset
-from openpi_train.generation.generator import Generator
+from openpi_train.evaluation.text_evaluations import TextEvaluations
+from openpi_train.generation.completion_text import NewText
+from openpi_train.generation.generator import Generator, NewTokens
 from openpi_train.interop import huggingface
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
@@ -26,6 +28,7 @@ from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.practice.rewards import reward_model
 from openpi_train.practice.rewards.text_reward import TextReward
+from openpi_train.practice.text_actor import TextActor
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sampling.token_law import TokenLaw
@@ -65,11 +68,13 @@ def make(folder, tmp_path):
             objective=PolicyGradient(law=law),
             data=dataclasses.replace(
                 arithmetic_grpo.data,
-                datasets=(TextDataset(path=str(folder)),),
-                tokenizer=str(folder),
-                validation_fraction=0.0,
-                cache_dir=str(tmp_path),
-                **data,
+                **{
+                    "datasets": (TextDataset(path=str(folder)),),
+                    "tokenizer": str(folder),
+                    "validation_fraction": 0.0,
+                    "cache_dir": str(tmp_path),
+                    **data,
+                },
             ),
             practice=practice,
             batch_size=4,
@@ -144,6 +149,7 @@ def test_what_acts_is_scored_by_its_own_law(make, monkeypatch):
     for row in range(len(attempts)):
         recorded = columns["log_probs"][row][attempts.mask[row]]
         np.testing.assert_allclose(recorded, by_row[row], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(columns["sampling_log_probs"][row][attempts.mask[row]], np.float32(by_row[row]))
     assert found[0]["ratio"] == 1
     for one in found[1:]:
         assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["approx_kl"] < 1e-10
@@ -154,6 +160,24 @@ def test_with_limits_ratios_stay_one_where_nothing_is_learnt(make):
     _, found = make().steps(8)
     for one in found:
         assert one["ratio"] == pytest.approx(1, abs=1e-5) and one["clip_fraction"] == 0
+        # The sampler tells the probabilities with which it drew, within its limits.
+        assert one["sampling_difference"] < 1e-4 and one["sampling_far"] == 0
+
+
+@pytest.mark.slow
+def test_a_sampler_at_another_temperature_than_trainings_is_told(make, monkeypatch):
+    """The difference is that of the same model's log-probabilities at both temperatures."""
+    made = make(law=TokenLaw(temperature=1.4))
+    monkeypatch.setattr(made.feed._actor, "_settings", dataclasses.replace(made.feed._actor._settings, temperature=0.7))
+    # The step donates its state.
+    params = jax.tree.map(jnp.copy, {**made.state.frozen, **made.state.params})
+    model = merge_module(made.feed._trainer.graphdef, params)
+    (batch,), (found,) = made.steps(1)
+    of_both = [TokenLaw(temperature=one).scores(model, batch.traces).log_prob for one in (1.4, 0.7)]
+    gap = np.asarray(of_both[0] - of_both[1], np.float64)[np.asarray(batch.mask)]
+    assert np.abs(gap).mean() > 0.01
+    assert found["sampling_difference"] == pytest.approx(np.abs(gap).mean(), rel=1e-4)
+    assert found["sampling_ratio"] == pytest.approx(np.exp(gap).mean(), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -180,6 +204,62 @@ def test_every_prompt_is_drawn_once_per_pass(make):
     passes = [sorted(actor.context(draw) for draw in range(first, first + 6)) for first in (0, 6)]
     assert passes == [list(range(6))] * 2
     assert [actor.context(draw) for draw in range(6)] != [actor.context(draw) for draw in range(6, 12)]
+
+
+class Asked:
+    """In place of a generator: with which settings and row numbers it is asked."""
+
+    def __init__(self):
+        self.generator, self.settings, self.rows = self, [], []
+
+    def complete(self, prompts, settings, *, rows, after_step):
+        self.settings.append(settings)
+        self.rows += rows
+        ended = NewTokens(id=0, tokens=[3], log_probs=[0.0], top=[[]], finish_reason="length")
+        return [NewText(text="8", tokens=ended, num_made=1)] * len(prompts)
+
+    def release(self): ...
+
+
+def asked_for(made, seed, draws, monkeypatch):
+    """The settings and row numbers with which a run of this seed completes the prompts of these draws."""
+    trainer, opened, asked = dataclasses.replace(made.feed._trainer, seed=seed), made.experiment.open_data(), Asked()
+    running = dataclasses.replace(running_of(trainer, []), data=opened)
+    monkeypatch.setattr(TextActor, "_with", lambda self, params: asked)
+    PRACTICE.actor(running, made.experiment.data).act({}, draws, 2)
+    (settings,) = asked.settings
+    return settings, asked.rows
+
+
+def test_practice_draws_other_numbers_than_evaluations_and_than_runs_of_other_seeds(make, monkeypatch):
+    """A completion's numbers are those of a seed and a row; evaluations number theirs from 0 on, too."""
+    made, seeds = make(), (*range(10), 2**31)
+    found = [asked_for(made, seed, [0, 3], monkeypatch) for seed in seeds]
+    evaluated = {TextEvaluations().sampling.seed, *seeds, *range(100)}
+    practised = [settings.seed for settings, _ in found]
+    assert len(set(practised)) == len(seeds) and not evaluated & set(practised)
+    assert all(0 <= seed < 2**32 for seed in practised)
+    assert all(rows == [0, 1, 6, 7] for _, rows in found)
+    assert asked_for(made, 7, [0], monkeypatch)[0].seed == practised[7]  # on every process, and after a restart
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "a")])
+def test_prompts_of_several_datasets_are_contexts_of_their_own(folder, make, tmp_path, names):
+    for name, problems in zip("ab", (PROBLEMS[:2], PROBLEMS[2:]), strict=True):
+        records = [{"prompt": problem, "completion": "8"} for problem in problems]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    datasets = tuple(TextDataset(path=str(tmp_path / name)) for name in names)
+    actor = make(datasets=datasets).feed._actor
+    by_context: dict[int, set] = {}
+    for draw in range(60):
+        by_context.setdefault(actor.context(draw), set()).add(actor._prompts.prompt(draw).place)
+    # One prompt for each context, and one context for each prompt, also where a dataset is there twice.
+    assert sorted(by_context) == list(range(actor._prompts.num_prompts))
+    assert all(len(places) == 1 for places in by_context.values())
+    assert actor._prompts.num_prompts == (6 if names == ("a", "b") else 4)
+    if names == ("a", "b"):
+        assert len(set.union(*by_context.values())) == 6
 
 
 def test_prompts_that_leave_no_room_are_left_out_or_refused(make, caplog):
@@ -270,3 +350,10 @@ def test_settings_that_cannot_work_are_refused(make, changes, message):
     with pytest.raises(UsageError) as caught:
         dataclasses.replace(make().experiment, **changes).check(1)
     assert message in str(caught.value)
+
+
+def test_epochs_of_a_run_that_goes_on_with_other_sizes_count_what_was_done(make):
+    """Two iterations of four prompts and four steps are done; of six prompts, four times, 16 remain."""
+    experiment = make().experiment
+    data = experiment.open_data()
+    assert settle._in_steps(4, experiment, data, (8, {"iteration": 2, "draws": 8})) == 8 + 4 * 4

@@ -15,6 +15,45 @@ def columns(width: int = 7, seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
+# Two steps and a last one; a yaw that passes pi between the first two. Bridge's own release records the pose and the
+# gripper (1 open) as state, and the pose's change and the gripper's command as action.
+RECORDED = {
+    "observation/state": np.array(
+        [
+            [0.1, 0.2, 0.3, 0.0, 0.1, 3.1, 1.0],
+            [0.15, 0.2, 0.25, 0.0, 0.2, -3.1, 0.9],
+            [0.2, 0.1, 0.2, -0.1, 0.2, -3.0, 0.1],
+        ]
+    ),
+    "action": np.array([[0.04, 0, -0.04, 0, 0.1, 0.07, 1], [0.05, -0.1, -0.05, -0.1, 0, 0.1, 0], [0.01] * 6 + [0]]),
+}
+
+
+def test_a_recorded_frame_has_the_numbers_of_octos_reader():
+    """octo-models/octo at 241fb35: `relabel_actions` of data/utils/data_utils.py, reached pose less present one.
+
+    Octo does not wrap angles, as we do, and its gripper is made 0 or 1 (`OpenX`).
+    """
+    plain = Bridge().read(RECORDED, np.array([3]))
+    np.testing.assert_allclose(plain.state, RECORDED["observation/state"], rtol=1e-6)
+    np.testing.assert_allclose(plain.actions, RECORDED["action"], rtol=1e-6)
+    state, seen = Bridge().to_model(plain.state[0], plain.actions)
+    np.testing.assert_allclose(seen, RECORDED["action"], rtol=1e-6)
+    robot = Bridge(trajectory=True)
+    steps = robot.read(RECORDED, np.array([3]))
+    reached = [
+        [0.15, 0.2, 0.25, 0.0, 0.2, -3.1, 1.0],
+        [0.2, 0.1, 0.2, -0.1, 0.2, -3.0, 0.0],
+        [0.2, 0.1, 0.2, -0.1, 0.2, -3.0, 0.0],
+    ]
+    np.testing.assert_allclose(steps.actions, reached, rtol=1e-6)
+    state, seen = robot.to_model(steps.state[0], steps.actions[:2])
+    np.testing.assert_allclose(state, RECORDED["observation/state"][0], rtol=1e-6)
+    # 2 pi - 6.2 and 2 pi - 6.1; the gripper is as commanded.
+    expected = [[0.05, 0.0, -0.05, 0.0, 0.1, 0.0831853, 1.0], [0.1, -0.1, -0.1, -0.1, 0.1, 0.1831853, 0.0]]
+    np.testing.assert_allclose(seen, expected, atol=1e-6)
+
+
 def test_deltas_are_read_as_recorded_and_only_null_first_actions_dropped():
     data = columns()
     steps = Bridge().read(data, ENDS)
@@ -37,7 +76,6 @@ def test_trajectory_actions_are_the_next_states_with_the_recorded_gripper():
 
 def test_dual_arm_layout_zero_pads_a_single_arm_and_takes_both():
     robot = Bridge(num_arms=2, trajectory=True)
-    assert robot.delta_mask == ((True,) * 6 + (False,)) * 2
     assert len(robot.action_names) == len(robot.state_names) == 14
     assert robot.action_names[0] == "first_x_m"
     single = robot.read(columns(), ENDS)

@@ -61,13 +61,12 @@ def test_resume_with_another_model_names_the_fields(copy):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--batch-size", "16"), ("batch_size: then 8, now 16",)),
         (
             (f"{SOURCE}.seed", "3"),
             ("resuming with data.datasets.0.source.seed 3 (was 0)", "data.datasets.0.source: then"),
         ),
     ],
-    ids=["batch", "dataset"],
+    ids=["dataset"],
 )
 def test_resume_on_other_data_names_what_differs(copy, flags, says):
     done = openpi_train(*RUN, *places(copy), "--resume", *flags)

@@ -52,11 +52,15 @@ def old(tmp_path):
 @pytest.mark.slow
 def test_an_old_run_goes_on_as_its_own_version_would_have(old, tmp_path):
     lines = ("--num-train-steps", "6", "--save-interval", "4", "--keep-last", "1", "--no-tensorboard")
-    train(tmp_path, "debug", "--resume", *lines, "--data.validation-fraction", "0.2", *SIZES)
+    # What the augmentation was before there was a choice; without the flag the resume warns that another one goes on.
+    kind = ("--objective.augmentation.kind", "openpi_torch")
+    train(tmp_path, "debug", "--resume", *lines, *kind, "--data.validation-fraction", "0.2", *SIZES)
     logged = losses(tmp_path)
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
     for step, loss in LOSSES.items():
         assert logged[step] == pytest.approx(loss, rel=1e-5)
+    told = (old / "logs" / "process_0.log").read_text()
+    assert "this run of 6 steps ends before its warm-up does" in told  # `training/run_length.py`
     _, start = json.loads((old / "environment.json").read_text())["starts"]
     assert not [name for name in start["changed"] if "used_token_len" in name or "fixed_groups" in name]
 

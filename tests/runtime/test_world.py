@@ -1,5 +1,6 @@
 import pytest
 
+from openpi_train.launch.spec import LaunchSpec, commands
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import WorldFlags, find_world, first_slurm_host, slurm_counts, split_address
 
@@ -119,6 +120,72 @@ def test_the_first_source_that_speaks_is_believed(flags, environ, expected, coor
 def test_a_source_that_says_too_little_is_refused_with_what_to_do(flags, environ, message):
     with pytest.raises(UsageError, match=message):
         find_world(flags, environ)
+
+
+LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1"}
+HAND_SET = {**TORCH, "RANK": "0", "WORLD_SIZE": "4"}
+FEW_TASKS = {**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {**LEFT_OVER, **SLURM_STEP},
+            "RANK=0 WORLD_SIZE=1 contradicts the Slurm step, SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=11: .* one of 1 by "
+            "the first and one of 11 by the second. Unset RANK and WORLD_SIZE for one run of 11 .* --coordinator",
+        ),
+        # As they are exported for one GPU.
+        ({**TORCH, **LEFT_OVER, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **SLURM_STEP}, "contradicts the Slurm"),
+        ({**HAND_SET, **SLURM_STEP}, "one of 4 by the first and one of 11 by the second"),
+        ({**LEFT_OVER, **OPENMPI}, "contradicts Open MPI, OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4"),
+        ({**LEFT_OVER, **KUBERNETES}, "an Indexed Job, JOB_COMPLETION_INDEX=2 OPENPI_TRAIN_NUM_PROCESSES=4"),
+        ({**LEFT_OVER, "PMI_RANK": "2", "PMI_SIZE": "4"}, "contradicts MPICH or Intel MPI, PMI_RANK=2 PMI_SIZE=4"),
+        (
+            {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3", "JAX_COORDINATOR_ADDRESS": "a:1"},
+            "^JAX_PROCESS_ID=3 JAX_NUM_PROCESSES=8 JAX_COORDINATOR_ADDRESS=a:1: neither jax nor this program reads",
+        ),
+    ],
+)
+def test_two_sources_that_contradict_each_other_are_an_error_that_names_both(environ, message):
+    with pytest.raises(UsageError, match=message):
+        find_world(WorldFlags(), environ)
+    assert find_world(FLAGS, environ).source == "flags"  # which were given for this process
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        # torchrun in a step of one task, or of one per host.
+        ({**TORCH, **FEW_TASKS, "SLURM_STEP_NUM_TASKS": "1"}, ("environment", 5, 8)),
+        ({**TORCH, **FEW_TASKS, "TORCHELASTIC_RUN_ID": "x"}, ("environment", 5, 8)),
+        # Variables that a script makes of the step's.
+        ({**TORCH, "RANK": "1", "WORLD_SIZE": "2", **FEW_TASKS}, ("environment", 1, 2)),
+        # Runs of one process each, which torchrun and ours have started.
+        ({**LEFT_OVER, "TORCHELASTIC_RUN_ID": "x", **SLURM_STEP}, ("environment", 0, 1)),
+        ({**LEFT_OVER, "OPENPI_TRAIN_JOB_TOKEN": "x", **SLURM_STEP}, ("environment", 0, 1)),
+        # Left over from mpirun, or from scripts for jax: the step says who this is.
+        ({**SLURM_STEP, **OPENMPI, "OMPI_COMM_WORLD_SIZE": "1"}, ("slurm", 9, 11)),
+        ({**SLURM_STEP, "JAX_NUM_PROCESSES": "11", "JAX_COORDINATOR_ADDRESS": "a:1"}, ("slurm", 9, 11)),
+        ({**SLURM_STEP, "PMI_RANK": "9", "PMI_SIZE": "11"}, ("slurm", 9, 11)),
+        ({**SLURM_STEP, "WORLD_SIZE": "1"}, ("slurm", 9, 11)),
+        # A batch script or an ssh login is no task.
+        ({**LEFT_OVER, **SLURM_JOB}, ("environment", 0, 1)),
+        ({**LEFT_OVER, **SLURM_STEP, "SLURM_STEP_ID": "4294967290"}, ("environment", 0, 1)),
+        ({**LEFT_OVER, **FEW_TASKS, "SLURM_STEP_NUM_TASKS": "1"}, ("environment", 0, 1)),
+        ({"JAX_NUM_PROCESSES": "1"}, ("alone", 0, 1)),
+    ],
+)
+def test_launchers_within_a_task_and_what_agrees_are_believed(environ, expected):
+    world = find_world(WorldFlags(), environ)
+    assert (world.source, world.process_index, world.process_count) == expected
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_our_launcher_starts_within_a_task_is_believed(processes):
+    spec = LaunchSpec(arguments=("x",), processes_per_host=processes, token="t")
+    worlds = [find_world(WorldFlags(), {**SLURM_STEP, **one.env}) for one in commands(spec)]
+    assert [place(world) for world in worlds] == [("environment", n, processes, n, processes) for n in range(processes)]
 
 
 # An ssh login, and the shell that salloc opens as a step of its own.

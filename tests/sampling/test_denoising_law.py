@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling.test_flow_law import nothing
+from sampling.test_flow_law import nothing, traces_of
 from scipy.stats import norm
 
 from openpi_train.keys import draw_noise, row_keys
@@ -34,10 +34,7 @@ class Shrinking:
 
 def drawn(law, model, rows):
     keys = row_keys(0, 0, jnp.asarray(rows))
-    noisy = [law.draw(model, nothing(len(rows)), draw_noise(keys, *CHUNK), keys).noisy]
-    return tree_of(
-        ChainTraces, observation=nothing(len(rows), 1), noisy=jnp.stack(noisy, axis=1), row=jnp.asarray(rows)
-    )
+    return traces_of(law, law.draw(model, nothing(len(rows)), draw_noise(keys, *CHUNK), keys).noisy, rows)
 
 
 def posterior(acp, before, clean, noisy):
@@ -56,7 +53,8 @@ def test_a_drawn_chain_has_the_density_of_ddpms_posterior(clip, least_std):
     law, model = DenoisingLaw(num_steps=STEPS, noise_schedule=schedule, least_std=least_std), Shrinking()
     traces = drawn(law, model, np.arange(6))
     model.calls = 0
-    found = law.scores(model, traces).log_prob
+    scores = law.scores(model, traces)
+    found, entropy = scores.log_prob, scores.entropy
     assert model.calls == 1 and found.shape == (6, STEPS)
     noisy = np.asarray(traces.noisy[:, 0], np.float64)
     visited = [80, 60, 40, 20, 0]
@@ -68,6 +66,7 @@ def test_a_drawn_chain_has_the_density_of_ddpms_posterior(clip, least_std):
         mean, std = posterior(schedule.alphas_cumprod[step], before, clean, noisy[:, index])
         stds.append(max(std, least_std))
         expected = norm.logpdf(noisy[:, index + 1], mean, stds[-1]).sum((-2, -1))
+        np.testing.assert_allclose(entropy[:, index], norm.entropy(scale=stds[-1]) * np.prod(CHUNK), rtol=1e-5)
         # The mean is a difference of float32 numbers of size 1, in units of the deviation.
         np.testing.assert_allclose(found[:, index], expected, rtol=1e-4, atol=1e-6 / stds[-1] ** 2)
     assert stds[-1] == least_std and stds[0] > 0.1
@@ -77,7 +76,11 @@ def test_queries_of_an_attempt_are_scored_one_by_one():
     law, model = DenoisingLaw(num_steps=STEPS), Shrinking()
     one = drawn(law, model, np.arange(6))
     both = tree_of(
-        ChainTraces, observation=nothing(3, 2), noisy=one.noisy.reshape(3, 2, *one.noisy.shape[2:]), row=jnp.arange(3)
+        ChainTraces,
+        observation=nothing(3, 2),
+        noisy=one.noisy.reshape(3, 2, *one.noisy.shape[2:]),
+        is_executed=one.is_executed.reshape(3, 2, *CHUNK),
+        row=jnp.arange(3),
     )
     single = law.scores(model, one)
     np.testing.assert_allclose(law.scores(model, both).log_prob, single.log_prob.reshape(3, -1), rtol=1e-6)

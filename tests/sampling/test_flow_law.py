@@ -1,5 +1,8 @@
 """The law of flows: what is drawn has the probability that it is scored with, and its gradient is the policy's."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,9 @@ from scipy.stats import norm
 from openpi_train.keys import draw_noise, row_keys
 from openpi_train.sampling.flow import euler
 from openpi_train.sampling.flow_law import FlowLaw
-from openpi_train.types import ChainTraces, Observation, tree_of
+from openpi_train.types import Observation, tree_of
+
+FLOW_SDE = json.loads((Path(__file__).parent / "flow_sde" / "recorded.json").read_text())
 
 
 class Field:
@@ -33,10 +38,18 @@ def nothing(*axes):
     return tree_of(Observation, images={}, image_masks={}, **known)
 
 
-def drawn(law, model, rows, chunk=(1, 1)):
+def drawn(law, model, rows, chunk=(1, 1), is_executed=True):
+    """The chains of these rows; of each the same values were executed."""
     keys = row_keys(0, 0, jnp.asarray(rows))
     chain = law.draw(model, nothing(len(rows)), draw_noise(keys, *chunk), keys)
-    return tree_of(ChainTraces, observation=nothing(len(rows), 1), noisy=chain.noisy[:, None], row=jnp.asarray(rows))
+    return traces_of(law, chain.noisy, rows, is_executed)
+
+
+def traces_of(law, noisy, rows, is_executed=True):
+    """One query in each row."""
+    executed = jnp.broadcast_to(jnp.asarray(is_executed), (len(rows), 1, *noisy.shape[2:]))
+    kept = {"noisy": noisy[:, None]}
+    return law.traces(nothing(len(rows), 1), kept, executed, jnp.asarray(rows))
 
 
 def gaussian(x, t, mean=0.6, std=0.5):
@@ -58,7 +71,7 @@ def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
     t = np.array([1.0, 0.75, 0.5, 0.25])[:, None, None]
     v, std = gaussian(noisy[:, :-1], t), 0.001 + 0.399 * t
     if corrected:
-        sigma = 0.4 * np.sqrt(np.minimum(t, 0.75) / (1 - np.minimum(t, 0.75)))
+        sigma = 0.4 * np.sqrt(t / (1 - np.minimum(t, 0.75)))
         std = sigma / 2
         v = v + sigma**2 / (2 * t) * (noisy[:, :-1] + (1 - t) * v)
     expected = norm.logpdf(noisy[:, 1:], noisy[:, :-1] - v / 4, std).sum((-2, -1))
@@ -66,6 +79,74 @@ def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
     np.testing.assert_allclose(found.log_prob, expected, rtol=1e-4, atol=1e-4)
     score = jax.jit(lambda traces: law.scores(model, traces).log_prob)
     np.testing.assert_array_equal(jnp.exp(score(traces) - score(traces)), 1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 10])
+def test_a_step_has_the_mean_and_the_deviation_of_rlinf_and_flow_grpo(num_steps):
+    """At time 1, too, where the diffusion is infinite; `flow_sde/make.py` recorded what their code gives."""
+    law, recorded = FlowLaw(num_steps=num_steps, noise=FLOW_SDE["noise"]), FLOW_SDE["steps"][str(num_steps)]
+    time = jnp.asarray(law.times())
+    mean = law.mean(jnp.asarray(recorded["noisy"]), jnp.asarray(recorded["velocity"]), time)
+    # The times are sums in float32 here.
+    np.testing.assert_allclose(mean, recorded["mean"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(law.std(time), recorded["std"], rtol=1e-5)
+
+
+# Two of three control steps, and two dims of a robot where the model has three.
+EXECUTED = np.array([[True, True, False], [True, True, False], [False, False, False]])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_only_executed_values_count_and_ratios_and_entropies_do_not_depend_on_padding(reduction):
+    """Against scipy's Gaussian: density and entropy of what was executed, of a chunk in a larger model, too."""
+    law = FlowLaw(num_steps=2, noise=0.4, reduction=reduction)
+    reduce = np.sum if reduction == "sum" else np.mean
+    traces = drawn(law, Field(gaussian), np.arange(4), (3, 3), EXECUTED)
+    found = law.scores(Field(gaussian), traces)
+    noisy, t = np.asarray(traces.noisy[:, 0], np.float64), np.array([1.0, 0.5])[:, None, None]
+    sigma = 0.4 * np.sqrt(t / 0.5)
+    v = gaussian(noisy[:, :-1], t)
+    mean = noisy[:, :-1] - (v + sigma**2 / (2 * t) * (noisy[:, :-1] + (1 - t) * v)) / 2
+    each = norm.logpdf(noisy[:, 1:], mean, sigma / np.sqrt(2))[:, :, EXECUTED]
+    np.testing.assert_allclose(found.log_prob, reduce(each, axis=-1), rtol=1e-4, atol=1e-4)
+    entropy = norm.entropy(scale=np.broadcast_to(sigma / np.sqrt(2), (2, 3, 3))[:, EXECUTED])
+    np.testing.assert_allclose(found.entropy, np.broadcast_to(reduce(entropy, axis=-1), (4, 2)), rtol=1e-5)
+    # In a model with more steps and dims the same.
+    padded = jnp.pad(traces.noisy[:, 0], ((0, 0), (0, 0), (0, 2), (0, 4)), constant_values=3.0)
+    other = law.scores(Field(gaussian), traces_of(law, padded, np.arange(4), np.pad(EXECUTED, ((0, 2), (0, 4)))))
+    np.testing.assert_allclose(other.log_prob, found.log_prob, rtol=1e-6)
+    np.testing.assert_allclose(other.entropy, found.entropy, rtol=1e-6)
+
+
+def test_rows_of_robots_with_other_dims_and_of_cut_chunks_count_their_own_values():
+    law = FlowLaw(num_steps=2, noise=0.4)
+    whole = drawn(law, Field(gaussian), np.arange(3), (3, 3), EXECUTED)
+    others = [np.ones((3, 3), bool), EXECUTED, np.arange(9).reshape(3, 3) < 1]
+    mixed = traces_of(law, whole.noisy[:, 0], np.arange(3), np.array(others)[:, None])
+    found = law.scores(Field(gaussian), mixed).log_prob
+    for row, executed in enumerate(others):
+        alone = law.scores(Field(gaussian), traces_of(law, whole.noisy[:, 0], np.arange(3), executed))
+        np.testing.assert_allclose(found[row], alone.log_prob[row], rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_query_without_executed_values_has_finite_scores(reduction):
+    law = FlowLaw(num_steps=2, noise=0.4, reduction=reduction)
+    found = law.scores(Field(gaussian), drawn(law, Field(gaussian), np.arange(2), (3, 2), is_executed=False))
+    assert not found.log_prob.any() and not found.entropy.any()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_what_the_sampler_says_of_its_chain_is_what_is_scored(reduction):
+    law, keys = FlowLaw(num_steps=4, noise=0.4, reduction=reduction), row_keys(0, 0, jnp.arange(5))
+    _, kept = law.drawn(Field(gaussian), nothing(5), keys, (3, 3))
+    executed = np.broadcast_to(EXECUTED, (5, 3, 3))
+    said = law.sampling_log_probs(jax.device_get(kept), executed)
+    scored = law.scores(Field(gaussian), traces_of(law, kept["noisy"], np.arange(5), EXECUTED)).log_prob
+    # Another program: rounding in units of the least deviation, 0.1.
+    np.testing.assert_allclose(said, scored, rtol=1e-4, atol=1e-4)
+    still, told = FlowLaw(num_steps=4, noise=0.0).drawn(Field(gaussian), nothing(5), keys, (3, 3))
+    assert np.isfinite(still).all() and not told["log_probs"].any()
 
 
 def test_mean_is_that_of_the_reference_form():

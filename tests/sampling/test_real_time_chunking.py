@@ -22,8 +22,8 @@ def expected(x, t):
     return (1 - t) * x / (t**2 + (1 - t) ** 2)
 
 
-def guide(weights):
-    return Guide(target=TARGET, weights=weights)
+def guide(weights, max_guidance=1e9):
+    return Guide(target=TARGET, weights=weights, max_guidance=max_guidance)
 
 
 def velocity(actions, time):
@@ -34,16 +34,32 @@ def velocity(actions, time):
 @pytest.mark.parametrize("t", [0.9, 0.5, 0.2])
 def test_with_full_weights_and_no_clip_the_velocity_points_at_the_target(t):
     times = jnp.full(2, t)
-    guided = guided_velocity(velocity, NOISE, times, guide(jnp.ones(SHAPE)), max_guidance=1e9)
+    guided = guided_velocity(velocity, NOISE, times, guide(jnp.ones(SHAPE)))
     np.testing.assert_allclose(guided, (NOISE - TARGET) / t, rtol=2e-5, atol=2e-5)
 
 
 def test_the_clip_and_a_weight_scale_the_correction():
     t, weight = 0.9, 0.3
-    guided = guided_velocity(velocity, NOISE, jnp.full(2, t), guide(jnp.full(SHAPE, weight)), max_guidance=2.0)
+    guided = guided_velocity(velocity, NOISE, jnp.full(2, t), guide(jnp.full(SHAPE, weight), 2.0))
     slope = (1 - t) / (t**2 + (1 - t) ** 2)
     correction = 2.0 * weight * (TARGET - expected(NOISE, t)) * slope
     np.testing.assert_allclose(guided, velocity(NOISE, jnp.full(2, t)) - correction, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [None, (10.0, 10.0), (5.0, 1.0)])
+def test_guidance_is_that_of_the_papers_code_and_of_lerobots_with_their_bounds(bounds):
+    """Their strength is min((1 - tau) / tau * ((1 - tau)^2 + tau^2) / (1 - tau)^2, bound) at tau = 1 - t: near both
+    ends the bound, 5 by default, in between 2.
+    """
+    known = {} if bounds is None else {"max_guidance": jnp.asarray(bounds)}
+    given = Guide(target=TARGET, weights=jnp.ones(SHAPE), **known)
+    most = np.array(bounds or (5.0, 5.0))[:, None, None]
+    for t in (0.95, 0.5, 0.05):
+        tau, slope = 1 - t, (1 - t) / (t**2 + (1 - t) ** 2)
+        strength = np.minimum((1 - tau) / tau * ((1 - tau) ** 2 + tau**2) / (1 - tau) ** 2, most)
+        correction = strength * (TARGET - expected(NOISE, t)) * slope
+        found = guided_velocity(velocity, NOISE, jnp.full(2, t), given)
+        np.testing.assert_allclose(found, velocity(NOISE, jnp.full(2, t)) - correction, rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_been():
@@ -51,7 +67,7 @@ def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_bee
 
     @jax.jit
     def sample(weights):
-        guided = functools.partial(guided_velocity, velocity, guide=guide(weights), max_guidance=1e9)
+        guided = functools.partial(guided_velocity, velocity, guide=guide(weights))
         return euler(guided, NOISE, 10).actions
 
     found, free = sample(weights), sample(jnp.zeros(SHAPE))

@@ -5,7 +5,10 @@ import json
 import chats
 import pytest
 
+from openpi_train.data.text.examples import example_of
+from openpi_train.data.text.text_encoder import TextEncoder
 from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.serve.openai.api_error import ApiError
 from openpi_train.serve.openai.json_body import read_object
 from openpi_train.serve.openai.request_fields import RequestFields, repr_of
@@ -66,6 +69,22 @@ def test_messages_are_those_that_a_template_gets():
     assert chat_request({**CHAT, "chat_template_kwargs": variables}).template_variables == variables
 
 
+@pytest.mark.parametrize("value", [1.1, 2, "1"])
+def test_what_would_change_the_answer_is_refused_with_what_it_may_be(value):
+    with pytest.raises(ApiError, match=r"repetition_penalty .* is not supported; it may be 1$"):
+        completion_request({**COMPLETION, "repetition_penalty": value})
+
+
+def test_parts_of_a_message_are_those_of_training_data():
+    parts = [{"type": "text", "text": "go"}, {"type": "text", "text": "on"}]
+    for template in (chats.CHATML, chats.TURNS):
+        found = chat_request({**CHAT, "messages": [{"role": "user", "content": parts}]})
+        of = TextEncoder(tokenizer=chats.tiny(), templates={"default": chats.chat(template)})
+        (trained,) = of.encode(example_of({"prompt": [{"role": "user", "content": parts}]}))
+        texts = TextGenerator(None, of.tokenizer, of.templates)  # it renders without a generator
+        assert texts.prompt_of(found.prompts[0]) == trained.tokens.tolist()
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "_generation_start", "A", "", "a b"])
 def test_variables_of_a_template_are_not_those_of_the_server(name):
     with pytest.raises(ApiError, match="chat_template_kwargs"):
@@ -90,7 +109,9 @@ def test_integers_are_integers(value):
 def test_errors_show_values_shortly_and_in_ascii():
     assert repr_of("ä\ud800\n") == '"\\xe4\\ud800\\n"'
     assert len(repr_of("x" * 10_000)) < 70 and len(repr_of(10**4_000)) < 40
-    assert repr_of([1, 2]) == "(a list of 2)" and repr_of({"a": 1}) == "(a JSON object of 1)"
+    assert repr_of([1, 2]) == "[1, 2]" and repr_of({"a": ["ä"]}) == '{"a": ["\\u00e4"]}'
+    for large in ([{}] * 10_000, {"a" * 10_000: 1}, ["a" * 10_000]):
+        assert repr_of(large).endswith("...") and len(repr_of(large)) < 70
     assert [repr_of(value) for value in (None, True, 1.5)] == ["null", "true", "1.5"]
 
 

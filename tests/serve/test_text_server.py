@@ -70,7 +70,7 @@ def test_a_completion_has_text_reason_and_usage(client):
     (choice,) = found.choices
     assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == ("Grüße, 世界! 🤖", "stop", 0, None)
     prompt = len(TOKENIZER.begin) + len(TOKENIZER.encode(["say Grüße, 世界! 🤖"])[0].tokens)
-    made = len(TOKENIZER.encode(["Grüße, 世界! 🤖"])[0].tokens)
+    made = len(TOKENIZER.encode(["Grüße, 世界! 🤖"])[0].tokens) + 1  # and the one that ended it, as vLLM counts
     usage = found.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, made, prompt + made)
 
@@ -212,9 +212,9 @@ def test_log_probs_of_a_completion_say_where_each_token_begins(client):
     [
         ({"echo": True}, "echo true is not supported"),
         ({"suffix": "end"}, 'suffix "end" is not supported'),
-        ({"best_of": 3}, "best_of 3 is not supported unless it is n"),
-        ({"logit_bias": {"5": 1}}, "logit_bias (a JSON object of 1) is not supported"),
-        ({"presence_penalty": 0.5}, "presence_penalty 0.5 is not supported"),
+        ({"best_of": 3}, "best_of 3 is not supported unless it is n; it may be 1"),
+        ({"logit_bias": {"5": 1}}, 'logit_bias {"5": 1} is not supported; it may be {}'),
+        ({"presence_penalty": 0.5}, "presence_penalty 0.5 is not supported; it may be 0"),
         ({"n": 0}, "n 0 is not valid: it must be an integer from 1 to 128"),
         ({"n": 65}, "asks for 65 completions; the most are 64"),
         ({"temperature": 2.5}, "temperature 2.5 is not valid: it must be a number from 0 to 2"),
@@ -237,8 +237,18 @@ def test_what_the_server_does_not_do_is_refused_with_the_field(client, given, sa
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools (a list of 1) is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "is not supported: this server makes no tool calls",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            'response_format {"type": "json_object"} is not supported; it may be {"type": "text"}',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            '"json_schema": {"name": "x", "schema... is not supported; it may be {"type": "text"}',
+        ),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs: true"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens and max_completion_tokens differ"),
         ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
@@ -260,7 +270,11 @@ def test_chats_refuse_what_is_only_theirs(client, given, says):
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content[0].type",
         ),
-        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            'messages[0].tool_calls [{"id": "1"}] is not supported: this server makes no tool calls',
+        ),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "no tool calls"),
         ({"role": "user", "content": "x", "weight": 1}, "messages[0].weight is not supported"),
     ],
 )
@@ -275,6 +289,8 @@ def test_what_changes_no_answer_is_accepted(client):
     given = {"user": "me", "metadata": {"a": "b"}, "store": False, "tools": [], "tool_choice": "none"}
     given |= {"response_format": {"type": "text"}, "presence_penalty": 0, "logit_bias": {}, "n": 1}
     assert chat(client, USER, **given, extra_body=extra).choices[0].message.content == "It is four."
+    of_vllm = {"repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True}
+    assert chat(client, USER, extra_body=of_vllm | {"add_generation_prompt": True}).choices[0].finish_reason == "stop"
     more = {"top_k": -1, "min_p": 0.1, "chat_template_kwargs": {"enable_thinking": False, "given": "x"}}
     assert chat(client, USER, extra_body=more, max_completion_tokens=99).choices[0].finish_reason == "stop"
 
@@ -334,6 +350,7 @@ def test_health_and_metrics_tell_of_requests_and_tokens():
     assert 'openpi_train_requests_total{outcome="answered"} 2.0' in text
     assert 'openpi_train_requests_total{outcome="refused"} 1.0' in text
     made = 2 * len(TOKENIZER.encode(["yes"])[0].tokens) + len(TOKENIZER.encode(["It is four."])[0].tokens)
+    made += 3  # those that ended the three completions
     assert f'openpi_train_tokens_total{{of="completion"}} {made}.0' in text
     assert "openpi_train_first_text_seconds_count 2.0" in text and "openpi_train_running_completions 0.0" in text
 

@@ -27,7 +27,8 @@ class Slurm:
 
     def launch(self, *options: str, arguments: tuple[str, ...]) -> str:
         """What `launch slurm <options> -- <arguments>` prints."""
-        words = [sys.executable, "-m", "openpi_train", "launch", "slurm", "--output-dir", str(self.folder), *options]
+        launch = [sys.executable, "-m", "openpi_train", "launch", "slurm", "--no-check"]
+        words = [*launch, "--output-dir", str(self.folder), *options]
         return self.run(*words, "--", *arguments)
 
     def submit(self, *options: str, arguments: tuple[str, ...]) -> str:

@@ -1,10 +1,16 @@
 """The `posttrain` verb: the experiment that a YAML config becomes, and what is refused."""
 
 import dataclasses
+import importlib.util
+import re
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+import text_models
+from flax import nnx
 from posttraining_project import write_project
 
 from openpi_train import cli
@@ -15,10 +21,12 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.models.actor_critic import ActorCriticConfig
+from openpi_train.models.hf_names import hf_name
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
+from openpi_train.nn.params import module_params
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
@@ -179,7 +187,7 @@ def test_absent_keys_have_the_values_of_the_tools_example(started, project):
     )
     assert found.data.validation_fraction == 0 and found.eval.interval == 0
     assert found.data.max_length == 256  # the model's context
-    assert found.optimizer == AdamW(b2=0.999, weight_decay=0.0)
+    assert found.optimizer == AdamW(b2=0.999, weight_decay=0.0, decay_mask=posttrain.DECAYING)
     assert (found.exp_name, found.batch_size, found.num_epochs, found.save_interval) == ("short", 4, 3, 500)
     rates = found.lr_schedule.over(100).create()
     assert [float(rates(step)) for step in (0, 50, 100)] == pytest.approx([5e-5, 2.5e-5, 0])
@@ -210,7 +218,44 @@ def test_what_is_given_on_the_command_line_goes_first(started, capsys):
     found = run(started, *words, *older, "--resume")
     assert (found.resume_from, found.resume) == (None, True)
     found = run(started, *words, "--optimizer", "lion", "--optimizer.b1", "0.8")
-    assert found.optimizer == Lion(b1=0.8, weight_decay=0.0)
+    assert found.optimizer == Lion(b1=0.8, weight_decay=0.0, decay_mask=posttrain.DECAYING)
+
+
+def decaying_in_transformers():
+    """The patterns of names that do not decay, as the installed transformers has them; its Trainer needs torch."""
+    file = Path(importlib.util.find_spec("transformers").origin).parent / "trainer.py"
+    (line,) = [line for line in file.read_text().splitlines() if "forbidden_name_patterns = [" in line]
+    return [re.compile(pattern) for pattern in re.findall(r'r"([^"]+)"', line)]
+
+
+def test_what_decays_is_what_transformers_decays():
+    patterns = decaying_in_transformers()
+    assert len(patterns) >= 4
+    optimizer = AdamW(weight_decay=0.1, decay_mask=posttrain.DECAYING)
+    for sizes in (
+        dataclasses.replace(text_models.MODEL.sizes, biases=True),  # as Qwen2
+        dataclasses.replace(text_models.MODEL.sizes, post_norms=True, query_key_norms=True),  # as Gemma 3
+    ):
+        language = dataclasses.replace(text_models.MODEL, sizes=sizes)
+        own = jax.eval_shape(lambda language=language: module_params(language.build(nnx.Rngs(0))))
+        theirs = {path: hf_name(path, sizes).replace("/", ".").lower() for path in own}
+        expected = {path: not any(one.search(name) for one in patterns) for path, name in theirs.items()}
+        assert sum(expected.values()) == 7 and optimizer.decays(own) == expected
+        # Beside a critic or a reference, too, and in a stack that is layers.
+        around = optimizer.decays({f"policy/{path}": None for path in own} | {"critic/score/weight": None})
+        assert around == {f"policy/{path}": one for path, one in expected.items()} | {"critic/score/weight": True}
+
+
+def test_biases_and_norms_keep_their_values_where_only_weights_decay(started, project):
+    config = "model: {name: ./model}\ndata: {train_file: data/sums.jsonl}\ntraining: {weight_decay: 0.5}\n"
+    (project / "decay.yaml").write_text(config)
+    found = run(started, "--config", "decay.yaml", "--algorithm", "sft").optimizer
+    params = {name: jnp.ones(2) for name in ("layers/mlp_norm/scale", "layers/mlp/down/weight")}
+    rule = found.create(lambda _: 0.1)
+    updates, _ = rule.update({name: jnp.zeros(2) for name in params}, rule.init(params), params)
+    assert {name: float(one[0]) for name, one in updates.items()} == pytest.approx(
+        {"layers/mlp_norm/scale": 0.0, "layers/mlp/down/weight": -0.05}
+    )
 
 
 def test_a_deepspeed_file_is_used_and_another_may_be_named(started):

@@ -63,6 +63,35 @@ def test_a_restart_of_a_run_that_began_elsewhere_does_not_need_that_place_any_mo
     assert resume_point(experiment) == ResumePoint(other=str(runs / "gone"))
 
 
+def test_a_start_that_is_recorded_without_a_checkpoint_has_not_begun(runs):
+    """A run that was killed before its first save has not read what it should begin from, or would begin again."""
+    word = str(runs / "gone")
+    for steps in ((), (9,)):  # none, and one that is not complete
+        run = runs / f"killed{len(steps)}"
+        for step in steps:
+            (run / str(step)).mkdir(parents=True)
+        run.mkdir(exist_ok=True)
+        (run / "experiment.json").write_text(json.dumps({"resume_from": word}))
+        with pytest.raises(UsageError, match=r"killed. has no such checkpoint; there is no complete checkpoint"):
+            resume_point(given(runs, word, run.name))
+        other = str(runs / "other" / "3")  # what is there is begun from again
+        (run / "experiment.json").write_text(json.dumps({"resume_from": other}))
+        assert resume_point(given(runs, other, run.name)) == ResumePoint(other=other)
+        (run / "experiment.json").write_text(json.dumps({"resume_from": str(runs / "other")}))
+        newest = ResumePoint(other=str(runs / "other" / "5"))
+        assert resume_point(given(runs, str(runs / "other"), run.name)) == newest
+
+
+def test_another_start_than_the_recorded_one_is_no_restart(runs):
+    (runs / "x" / "experiment.json").write_text(json.dumps({"resume_from": str(runs / "gone")}))
+    with pytest.raises(UsageError, match="has no such checkpoint"):
+        resume_point(given(runs, str(runs / "gone" / "2")))
+    for damaged in ("", "[", "{}"):
+        (runs / "x" / "experiment.json").write_text(damaged)
+        with pytest.raises(UsageError, match="has no such checkpoint"):
+            resume_point(given(runs, str(runs / "gone")))
+
+
 def test_what_is_not_there_is_told_with_the_steps_that_are(runs):
     for word in ("5", "9", "lates"):
         with pytest.raises(UsageError) as error:

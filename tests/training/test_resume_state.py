@@ -5,6 +5,7 @@ The runs of whole processes that are killed are in `tests/runs/test_resume.py`.
 
 import dataclasses
 import inspect
+import json
 import logging
 import shutil
 import types
@@ -115,3 +116,13 @@ def test_a_run_may_begin_with_the_training_state_of_another_one(run, tmp_path, c
     with caplog.at_level(logging.INFO):
         run.begin(experiment, Batches(run.plan), tmp_path / "begun")
     assert "the run has checkpoints of its own by now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "position"), [("these", {"step": 2, "batch_size": 8, "rows": 9}), ("others", {"step": 2})]
+)
+def test_another_runs_rows_are_not_seen_again_where_the_data_are_the_same(run, tmp_path, data, position):
+    saved = {"step": 2, "batch_size": 8, "rows": 9, "data": "these"}
+    (tmp_path / "meta.json").write_text(json.dumps({"data_position": saved}))
+    found = inspect.unwrap(start._position)(Batches(run.plan, data=data), 2, str(tmp_path))
+    assert found == {**position, "data": data}

@@ -139,7 +139,7 @@ def test_resume_with_another_model_names_every_field_with_both_values(tmp_path):
 
 
 def test_resume_reports_harmless_changes_and_warns_of_the_others(tmp_path, caplog):
-    start(tmp_path)
+    run = start(tmp_path)
     changed = {
         "model": dataclasses.replace(debug.model, remat="none"),
         "optimizer": dataclasses.replace(debug.optimizer, b1=0.8),
@@ -149,11 +149,12 @@ def test_resume_reports_harmless_changes_and_warns_of_the_others(tmp_path, caplo
         "timeouts": dataclasses.replace(debug.timeouts, data_s=7),
     }
     with caplog.at_level(logging.INFO):
-        run = start(tmp_path, resume=True, **changed)
+        check_run(given(tmp_path, resume=True, **changed))  # before anything is planned
     levels = {record.getMessage().split()[2]: record.levelname for record in caplog.records if "with" in record.msg}
     told = ("model.remat", "log_interval", "timeouts.data_s")
     warned = ("optimizer.b1", "batch_size", "ema_decay")
     assert levels == {**dict.fromkeys(told, "INFO"), **dict.fromkeys(warned, "WARNING")}
+    start(tmp_path, resume=True, **changed)
     assert json.loads((run.path / "experiment.json").read_text())["log_interval"] == 5
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from openpi_train.data.lerobot import episode_stats
 from openpi_train.data.lerobot.encode import describe, join
 from openpi_train.data.lerobot.features import cameras
-from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, require
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE
+from openpi_train.data.lerobot.lerobot_metadata import require
 
 EPISODE_FILE = "episode.json"
 _CHUNK = 1000

@@ -5,14 +5,16 @@ Reads metadata alone. Read next: `robots/dataset_arm.py`, and `choice.py: on_fea
 """
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import read_json
+from openpi_train.data.image import says_depth
 from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, read_layout
 from openpi_train.data.source import column_name
-from openpi_train.robots.dataset_arm import DatasetArm
+from openpi_train.robots.dataset_arm import GRIPPERS, DatasetArm
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,13 @@ def described(folder: str | Path, slots: Sequence[str] | None = None, *, relativ
     layout = read_layout(root)
     info = read_json(root / INFO_FILE)
     state, action = (_vector(layout.columns, names, root) for names in (_STATES, _ACTIONS))
-    cameras = _own_slots(layout.cameras) if slots is None else _placed(layout.cameras, slots)
+    pictures = [name for name in layout.cameras if not says_depth(name)]
+    if depth := [name for name in layout.cameras if says_depth(name)]:
+        logger.warning(
+            "%s of %s: depth by the name, left out; if it has colours, give --data.datasets.N.robot.cameras.SLOT",
+            *(", ".join(map(column_name, depth)), root),
+        )
+    cameras = _own_slots(pictures) if slots is None else _placed(pictures, slots)
     return DatasetArm(
         cameras={slot: column_name(name) for slot, name in cameras.items()},
         state_columns=(column_name(state),),
@@ -43,13 +51,14 @@ def described(folder: str | Path, slots: Sequence[str] | None = None, *, relativ
         action_dims=_names(info["features"][action], "action"),
         rate_hz=float(info["fps"]),
         relative=relative,
+        grippers=GRIPPERS,
     )
 
 
 def _vector(columns: Mapping[str, tuple[str, tuple[int, ...]]], names: Sequence[str], root: Path) -> str:
     """The first of these features that the dataset has, a row of numbers per step. Raises ValueError."""
     for name in names:
-        if name in columns and len(columns[name][1]) == 1:
+        if name in columns and len(columns[name][1]) <= 1:
             return name
     there = ", ".join(f"{name} {list(shape)}" for name, (_, shape) in sorted(columns.items()))
     raise ValueError(
@@ -60,7 +69,7 @@ def _vector(columns: Mapping[str, tuple[str, tuple[int, ...]]], names: Sequence[
 
 def _names(feature: Mapping[str, Any], what: str) -> tuple[str, ...]:
     """The names of a feature's dims; numbered ones if it has none, or not one for each dim."""
-    names, (size,) = flat_names(feature.get("names")), feature["shape"]
+    names, size = flat_names(feature.get("names")), math.prod(feature["shape"])
     is_named = len(names) == size == len(set(names))
     return names if is_named else tuple(f"{what}_{number}" for number in range(size))
 

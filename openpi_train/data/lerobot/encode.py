@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.lerobot.lerobot_layout import require
+from openpi_train.data.lerobot.lerobot_metadata import require
 
 Codec = Literal["av1", "h264"]
 # FFmpeg's encoder and its options, as in lerobot 0.4.4 (`datasets/video_utils.py`).

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.lerobot.lerobot_layout import require
+from openpi_train.data.lerobot.lerobot_metadata import require
 
 Version = Literal["v2.1", "v3.0"]
 # Columns that every dataset has besides its own features.

@@ -11,8 +11,6 @@ in JSON lines, 3.0 stores many episodes per file and metadata in parquet:
 """
 
 import dataclasses
-import importlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,18 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data import files
+from openpi_train.data.findings import Finding
+from openpi_train.data.lerobot.depth import depth_reason
+from openpi_train.data.lerobot.lerobot_metadata import (
+    Clip,
+    Episode,
+    episodes_of,
+    metadata_files,
+    read_rows,
+    tasks_of,
+    whole_number,
+)
 from openpi_train.data.source import WIDEST_COLUMN
 
 INFO_FILE = "meta/info.json"
@@ -30,28 +40,11 @@ _NUMBERING = ("timestamp", "frame_index", "episode_index", "index", "task_index"
 
 @dataclasses.dataclass(frozen=True)
 class ImageFeature:
-    """An image feature: whether it is a video, or else pictures in the parquet files; height and width."""
+    """An image feature: whether it is a video, or else pictures in the parquet files; height and width; its `shape`."""
 
     is_video: bool
     size: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """An episode's part of a video file: the file, and the episode's start time in it."""
-
-    file: str
-    start_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Episode:
-    """One episode: its number and length, its parquet file, and its clip of every video camera."""
-
-    number: int
-    length: int
-    data: str
-    clips: Mapping[str, Clip]
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +54,21 @@ class LeRobotLayout:
     Attributes:
         columns: dtype name and shape per step of each numeric feature.
         skipped: Features left out, each with the reason.
+        language: The columns of language rows (`language.py`).
         tasks: The instruction texts by number.
         metadata: The files that the metadata were read from.
+        findings: What is suspicious in the metadata.
     """
 
     root: Path
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     cameras: Mapping[str, ImageFeature]
     skipped: Mapping[str, str]
+    language: Sequence[str]
     episodes: Sequence[Episode]
     tasks: Mapping[int, str]
     metadata: Sequence[str]
+    findings: Sequence[Finding] = ()
 
     @property
     def videos(self) -> list[str]:
@@ -80,19 +77,12 @@ class LeRobotLayout:
 
     @property
     def data(self) -> dict[str, list[Episode]]:
-        """The episodes of every parquet file."""
+        """The episodes of every parquet file, without those that have a problem."""
         files: dict[str, list[Episode]] = {}
         for episode in self.episodes:
-            files.setdefault(episode.data, []).append(episode)
+            if not episode.problem:
+                files.setdefault(episode.data, []).append(episode)
         return files
-
-
-def require(module: str) -> Any:
-    """Import `pyarrow.parquet` or `av`. Raises ValueError naming the extra to install if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"such datasets need {module}: pip install 'openpi_train[lerobot]' ({error})") from error
 
 
 def is_lerobot(path: str | Path) -> bool:
@@ -103,35 +93,54 @@ def is_lerobot(path: str | Path) -> bool:
 def read_layout(root: Path) -> LeRobotLayout:
     """Read a dataset's metadata.
 
-    Raises FileNotFoundError if there are none, ValueError for an unsupported version or inconsistent metadata.
+    Raises FileNotFoundError if there are none, ValueError for an unsupported version or inconsistent metadata. An
+    episode whose row lacks its length or a file is listed with its problem.
     """
     if not is_lerobot(root):
         raise FileNotFoundError(
             f"{root} holds no LeRobot dataset (no {INFO_FILE}); give the folder with meta/, data/ and videos/"
         )
     try:
-        info = json.loads((root / INFO_FILE).read_text(encoding="utf-8"))
-        if info["codebase_version"] not in VERSIONS:
-            raise ValueError(
-                f"its codebase_version is {info['codebase_version']!r}; supported are {', '.join(VERSIONS)}: "
-                "convert it with the lerobot package"
-            )
-        columns, cameras, skipped = _sort_features(info["features"])
-        files = _metadata_files(root, info["codebase_version"])
-        return LeRobotLayout(
-            root=root,
-            columns=columns,
-            cameras=cameras,
-            skipped=skipped,
-            episodes=[
-                _episode(row, info, cameras) for row in sorted(_rows(root, files[1:]), key=lambda r: r["episode_index"])
-            ],
-            tasks={row["task_index"]: _text(row) for row in _rows(root, files[:1])},
-            metadata=[INFO_FILE, *files],
+        info = _read_info(root)
+        columns, cameras, skipped, language = _sort_features(info["features"])
+        names = metadata_files(root, info["codebase_version"])
+        episodes, repeated = episodes_of(
+            read_rows(root, names[1:]), lambda number, row: _episode(number, row, info, cameras)
         )
-    except (KeyError, TypeError, ValueError) as error:
+        tasks, repeated_tasks = tasks_of(read_rows(root, names[:1]))
+    except FileNotFoundError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
         what = f"an entry {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"cannot read the metadata of {root}: {what}") from error
+    return LeRobotLayout(
+        root=root,
+        columns=columns,
+        cameras=cameras,
+        skipped=skipped,
+        language=language,
+        episodes=episodes,
+        tasks=tasks,
+        metadata=[INFO_FILE, *names],
+        findings=[*repeated, *repeated_tasks, *_totals(info, episodes)],
+    )
+
+
+def _read_info(root: Path) -> dict[str, Any]:
+    """The content of `info.json`. Raises ValueError for an unsupported version."""
+    try:
+        info = files.read_json(root / INFO_FILE)
+    except ValueError as error:
+        raise ValueError(f"{INFO_FILE} is not JSON ({error})") from error
+    if info["codebase_version"] not in VERSIONS:
+        raise ValueError(
+            f"its codebase_version is {info['codebase_version']!r}; supported are {', '.join(VERSIONS)}: "
+            "convert it with the lerobot package"
+        )
+    videos = [name for name, feature in info["features"].items() if feature.get("dtype") == "video"]
+    if videos and not isinstance(info.get("video_path"), str):
+        raise ValueError(f"{INFO_FILE} has no video_path, but the videos {', '.join(videos)}")
+    return info
 
 
 def flat_names(names: Any) -> tuple[str, ...]:
@@ -141,73 +150,70 @@ def flat_names(names: Any) -> tuple[str, ...]:
     return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
-def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict]:
-    """Columns, cameras, and skipped features with the reason, by feature name."""
-    columns, cameras, skipped = {}, {}, {}
+def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict, list[str]]:
+    """Columns, cameras, and skipped features with the reason, by feature name; the columns of language rows."""
+    columns, cameras, skipped, language = {}, {}, {}, []
     for name, feature in features.items():
-        dtype, shape = feature["dtype"], tuple(feature["shape"])
         if name in _NUMBERING:
             continue
+        try:
+            dtype, shape = str(feature["dtype"]), tuple(whole_number(size, "shape") for size in feature["shape"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{INFO_FILE}: the feature {name} needs a dtype, and a shape of whole numbers; it has {feature}"
+            ) from error
         if dtype in ("video", "image"):
-            is_depth = (feature.get("info") or {}).get("video.is_depth_map", False)
-            if is_depth or len(shape) != 3:
-                skipped[name] = "a depth map" if is_depth else f"pictures of shape {list(shape)}"
+            if why := depth_reason(feature) or ("" if len(shape) == 3 else f"pictures of shape {list(shape)}"):
+                skipped[name] = why
             else:
                 channels_first = next(iter(feature.get("names") or [""])) in ("channels", "channel")
-                cameras[name] = ImageFeature(dtype == "video", shape[1:] if channels_first else shape[:2])
+                cameras[name] = ImageFeature(dtype == "video", shape[1:] if channels_first else shape[:2], shape)
         elif dtype == "bool" or dtype.startswith(("float", "int", "uint")):
             if math.prod(shape) > WIDEST_COLUMN:
                 skipped[name] = f"{math.prod(shape)} numbers wide"
             else:
                 columns[name] = (np.dtype(dtype).name, () if shape == (1,) else shape)
+        elif dtype == "language":
+            language.append(name)
         else:
             skipped[name] = f"of type {dtype}"
-    return columns, cameras, skipped
+    return columns, cameras, skipped, language
 
 
-def _metadata_files(root: Path, version: str) -> list[str]:
-    """The file of the tasks, then the files of the episodes."""
-    if version != "v3.0":
-        return ["meta/tasks.jsonl", "meta/episodes.jsonl"]
-    episodes = sorted(str(path.relative_to(root)) for path in root.glob("meta/episodes/*/*.parquet"))
-    if not episodes:
-        raise ValueError("meta/episodes holds no parquet file")
-    return ["meta/tasks.parquet", *episodes]
-
-
-def _rows(root: Path, files: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of JSON lines or parquet files, without the episodes' statistics."""
-    rows = []
-    for file in files:
-        if file.endswith(".jsonl"):
-            lines = (root / file).read_text(encoding="utf-8").splitlines()
-            rows += [json.loads(line) for line in lines if line.strip()]
-        else:
-            parquet = require("pyarrow.parquet").ParquetFile(root / file)
-            names = [name for name in parquet.schema_arrow.names if not name.startswith("stats/")]
-            rows += parquet.read(columns=names).to_pylist()
-    return rows
-
-
-def _text(row: Mapping[str, Any]) -> str:
-    """The instruction in a row of the tasks; in parquet it is pandas' index, under any name."""
-    texts = [value for value in row.values() if isinstance(value, str)]
-    if len(texts) != 1:
-        raise ValueError(f"task {row['task_index']} has {len(texts)} texts, not one")
-    return texts[0].strip()
-
-
-def _episode(row: Mapping[str, Any], info: Mapping[str, Any], cameras: Mapping[str, ImageFeature]) -> Episode:
-    number = row["episode_index"]
+def _episode(
+    number: int, row: Mapping[str, Any], info: Mapping[str, Any], cameras: Mapping[str, ImageFeature]
+) -> Episode:
+    """The episode in a row of the metadata. Raises ValueError if its length or one of its files is not given."""
+    length = whole_number(row["length"], "length")
     videos = [name for name, camera in cameras.items() if camera.is_video]
     if info["codebase_version"] != "v3.0":
-        place = {"episode_index": number, "episode_chunk": number // info["chunks_size"]}
+        place = {"episode_index": number, "episode_chunk": number // whole_number(info["chunks_size"], "chunks_size")}
         clips = {name: Clip(info["video_path"].format(video_key=name, **place), 0.0) for name in videos}
-        return Episode(number, row["length"], info["data_path"].format(**place), clips)
+        return Episode(number, length, info["data_path"].format(**place), clips)
     clips = {}
     for name in videos:
-        place = {part: row[f"videos/{name}/{part}"] for part in ("chunk_index", "file_index")}
-        file = info["video_path"].format(video_key=name, **place)
-        clips[name] = Clip(file, row[f"videos/{name}/from_timestamp"])
-    place = {part: row[f"data/{part}"] for part in ("chunk_index", "file_index")}
-    return Episode(number, row["length"], info["data_path"].format(**place), clips)
+        part = f"videos/{name}"
+        place = {key: whole_number(row[f"{part}/{key}"], f"{part}/{key}") for key in ("chunk_index", "file_index")}
+        start_s = row[f"{part}/from_timestamp"]
+        if start_s is None or not math.isfinite(start_s):
+            raise ValueError(f"its {part}/from_timestamp is {'null' if start_s is None else start_s}")
+        clips[name] = Clip(info["video_path"].format(video_key=name, **place), start_s)
+    place = {key: whole_number(row[f"data/{key}"], f"data/{key}") for key in ("chunk_index", "file_index")}
+    return Episode(number, length, info["data_path"].format(**place), clips)
+
+
+def _totals(info: Mapping[str, Any], episodes: Sequence[Episode]) -> list[Finding]:
+    """The finding that `info.json` counts other episodes than are listed."""
+    total = info.get("total_episodes")
+    if total is None or total == len(episodes):
+        return []
+    return [
+        Finding(
+            kind="info.json counts other episodes",
+            count=len(episodes),
+            unit="listed episodes",
+            what=f"total_episodes is {total}",
+            training="all that are listed are used",
+            remedy="Fetch the metadata again, or remove what is left over from another version of the dataset",
+        )
+    ]

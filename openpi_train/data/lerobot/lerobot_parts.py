@@ -22,7 +22,8 @@ from openpi_train.data import files, image, tables
 from openpi_train.data.lerobot import episode_stats
 from openpi_train.data.lerobot.assemble import tasks_table
 from openpi_train.data.lerobot.features import NUMBERING, cameras, complete, schema, table
-from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, require
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE
+from openpi_train.data.lerobot.lerobot_metadata import require
 
 logger = logging.getLogger(__name__)
 

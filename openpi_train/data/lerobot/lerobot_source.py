@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files, tables
+from openpi_train.data.damage import of_record
 from openpi_train.data.lerobot import lerobot_video
-from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names, read_layout, require
-from openpi_train.data.source import About, BadRecord, column_name
+from openpi_train.data.lerobot.lerobot_layout import INFO_FILE, flat_names
+from openpi_train.data.lerobot.lerobot_metadata import require
+from openpi_train.data.source import About, column_name
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
 
@@ -54,18 +56,24 @@ class LeRobotSource(StoredSource):
         try:
             return read_span(path, *self.stored.manifest["pictures"][str(file)], *self._spans[camera][step].tolist())
         except OSError as error:
-            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+            raise of_record(error, f"{self.describe(step)}, {camera}") from error
 
     def about(self) -> About:
         """See `Source.about`; names are those of the features."""
-        info, layout = files.read_json(self._root / INFO_FILE), read_layout(self._root)
-        names = {column_name(name): flat_names(info["features"][name].get("names")) for name in layout.columns}
+        info, skipped = files.read_json(self._root / INFO_FILE), self.stored.manifest["skipped"]
+        features = {column_name(name): feature for name, feature in info["features"].items()}
+        names = {column: flat_names(features[column].get("names")) for column in self.columns}
         return About(
             control_hz=info.get("fps"),
             dim_names={column: dims for column, dims in names.items() if dims},
-            left_out={column_name(name): why for name, why in layout.skipped.items()},
+            left_out={column_name(name): why for name, why in skipped.items()},
             robot_type=info.get("robot_type"),
         )
+
+    @property
+    def recorded_hz(self) -> float | None:
+        """See `Source.recorded_hz`; the episodes' metadata are not read."""
+        return files.read_json(self._root / INFO_FILE).get("fps")
 
     def times(self, first: int, end: int) -> np.ndarray:
         """See `Source.times`; the column `timestamp` of the parquet files, s from the episode's beginning."""
@@ -101,7 +109,7 @@ class LeRobotSource(StoredSource):
             if found != {shape}:
                 raise ValueError(f"its frames are {found}, expected {shape}")
         except (OSError, ValueError) as error:
-            raise BadRecord(f"{self.describe(first_step)}, {camera}, {name}: {error}") from error
+            raise of_record(error, f"{self.describe(first_step)}, {camera}, {name}") from error
         return [decoded[time] for time in times]
 
     def _file(self, step: int, camera: str) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.lerobot.lerobot_layout import require
+from openpi_train.data.damage import raise_if_system
+from openpi_train.data.lerobot.lerobot_metadata import require
 
 # Maximum number of decoders per thread, one per encoding; a dataset has one or two.
 _DECODERS = 8
@@ -35,16 +36,20 @@ class Video:
     """The index of one file. `problem` says why it cannot be read; all arrays are then empty.
 
     Attributes:
+        size: height and width of its frames, as the container says.
         packets: int64 [packets, 3] in decoding order: byte offset, size, presentation time in the stream's units.
         times: float64 [frames], seconds, ascending.
         frames: int64 [frames, 2]: the packet to begin decoding with, and the frame's own.
+        pixels: FFmpeg's name of the pixel format, such as "yuv420p".
     """
 
     encoding: Encoding | None
     packets: np.ndarray
     times: np.ndarray
     frames: np.ndarray
+    size: tuple[int, int] = (0, 0)
     problem: str = ""
+    pixels: str = ""
 
     def find(self, times: np.ndarray, tolerance_s: float) -> np.ndarray:
         """The frame nearest to each time (s), int64 [n]; -1 if none is within `tolerance_s`."""
@@ -58,26 +63,30 @@ class Video:
 
 
 def scan(path: Path) -> Video:
-    """Index a file from its container, without decoding. A damaged file gives a `Video` with a `problem`."""
+    """Index a file from its container, without decoding. A damaged file gives a `Video` with a `problem`.
+
+    Raises OSError if the system fails.
+    """
     av = require("av")
-    empty = (np.empty((0, 3), np.int64), np.empty(0), np.empty((0, 2), np.int64))
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 raise ValueError("it holds no video")
             stream = container.streams.video[0]
             context, time_base = stream.codec_context, float(stream.time_base)
+            pixels = context.pix_fmt or ""
             encoding = Encoding(
                 context.name, (context.extradata or b"").hex(), int(context.colorspace), int(context.color_range)
             )
-            rows = []
+            rows, size = [], (int(context.height), int(context.width))
             for packet in container.demux(stream):
                 if packet.size and packet.pts is not None:
                     if not rows:
                         _check_raw(path, packet)
                     rows.append((packet.pos, packet.size, packet.pts, packet.is_keyframe, packet.is_discard))
     except (av.FFmpegError, ValueError, OSError) as error:
-        return Video(None, *empty, problem=f"{path.name} is not a readable video: {error}")
+        raise_if_system(error, path)
+        return unreadable(f"{path.name} is not a readable video: {error}")
     table = np.array(rows, np.int64).reshape(-1, 5)
     table = table[np.cumsum(table[:, 3]) > 0]  # nothing can be decoded before the first key frame
     table = table[: _whole(table, path.stat().st_size)]
@@ -85,7 +94,13 @@ def scan(path: Path) -> Video:
     shown = np.flatnonzero(table[:, 4] == 0)
     shown = shown[np.argsort(table[shown, 2], kind="stable")]
     times = table[shown, 2] * time_base
-    return Video(encoding, table[:, :3], times, np.stack([starts[shown], shown], axis=1))
+    found = np.stack([starts[shown], shown], axis=1)
+    return Video(encoding, table[:, :3], times, found, size, pixels=pixels)
+
+
+def unreadable(problem: str) -> Video:
+    """A video without frames."""
+    return Video(None, np.empty((0, 3), np.int64), np.empty(0), np.empty((0, 2), np.int64), problem=problem)
 
 
 def _check_raw(path: Path, packet: Any) -> None:

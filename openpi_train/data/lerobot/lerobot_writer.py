@@ -24,7 +24,7 @@ from openpi_train.data.lerobot import episode_stats
 from openpi_train.data.lerobot.assemble import EPISODE_FILE, assemble
 from openpi_train.data.lerobot.encode import Codec, encode
 from openpi_train.data.lerobot.features import NUMBERING, Version, cameras, complete, numbers, schema, table
-from openpi_train.data.lerobot.lerobot_layout import require
+from openpi_train.data.lerobot.lerobot_metadata import require
 
 logger = logging.getLogger(__name__)
 

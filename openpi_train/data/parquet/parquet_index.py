@@ -19,13 +19,15 @@ Read next: `data/sidecar.py` (how an index is kept), `parquet_scan.py` (reads on
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from openpi_train.data import image, tables
+from openpi_train.data.damage import raise_if_system
+from openpi_train.data.findings import Finding
 from openpi_train.data.parquet.parquet_scan import ScannedFile, scan_file
 from openpi_train.data.parquet.parquet_source import ParquetSource
 from openpi_train.data.progress import Progress
@@ -49,7 +51,9 @@ def parquet_files(path: str | Path) -> list[str]:
     where = Path(path).expanduser()
     if where.is_file():
         return [where.name] if where.suffix == ".parquet" else []
-    return sorted(file.name for file in where.glob("*.parquet")) if where.is_dir() else []
+    # macOS leaves a file `._a.parquet` beside `a.parquet` on disks of other systems.
+    found = where.glob("*.parquet") if where.is_dir() else ()
+    return sorted(file.name for file in found if not file.name.startswith("."))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +94,11 @@ class ParquetIndex(Sidecar):
 
         def scan(number: int) -> ScannedFile | str:
             progress.add()
+            path = self.folder / sources[number][0]
             try:
-                return scan_file(self.folder / sources[number][0], folder / f"{number}.bin")
+                return scan_file(path, folder / f"{number}.bin")
             except (OSError, ValueError, KeyError) as error:  # what pyarrow raises for damaged files
+                raise_if_system(error, path)
                 return str(error)
 
         found = progress.in_threads(scan, range(len(sources)), os.cpu_count() or 1)
@@ -107,6 +113,7 @@ class ParquetIndex(Sidecar):
                 raise ValueError(
                     f"{self.folder / sources[number][0]} has other columns than {self.folder / first}: "
                     f"{entry.layout} and {like.layout}; put them in folders of their own"
+                    f"{''.join(f'. {name} is left out of one: {why}' for name, why in _differing(entry, like))}"
                 )
         self.require_episodes(len(good), dropped)
         _write_tables(directory, good)
@@ -117,19 +124,40 @@ class ParquetIndex(Sidecar):
             "pictures": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in pictures.items()},
             "dropped": dropped,
             "skipped": dict(like.skipped) if like else {},
+            "findings": [finding.as_json() for finding in _grey(directory, good, self.folder / sources[0][0])],
         }
 
     def source(self, index: tables.Tables) -> Source:
         return ParquetSource(self.folder, index)
 
 
+def _differing(one: ScannedFile, other: ScannedFile) -> Iterator[tuple[str, str]]:
+    """The columns that are left out of only one of two files, each with the reason."""
+    for mine, others in ((one, other), (other, one)):
+        yield from ((name, why) for name, why in mine.skipped.items() if name not in others.skipped)
+
+
+def _grey(directory: Path, good: Mapping[int, ScannedFile], where: Path) -> list[Finding]:
+    """A finding for each camera with grey pictures."""
+    cameras = next(iter(good.values())).spans
+    return [
+        image.grey_camera(name, str(where)) for name in cameras
+        if image.is_grey(image.pixel_mode(_first(directory, good, name)))
+    ]  # fmt: skip
+
+
 def _size(directory: Path, good: Mapping[int, ScannedFile], camera: str) -> Sequence[int]:
     """Height and width of a camera's first picture. Raises ValueError if it is none."""
+    return image.image_size(_first(directory, good, camera))
+
+
+def _first(directory: Path, good: Mapping[int, ScannedFile], camera: str) -> bytes:
+    """A camera's first picture."""
     number, entry = next(iter(good.items()))
     offset, length = entry.spans[camera][0].tolist()
     with (directory / "pictures" / f"{number}.bin").open("rb") as file:
         file.seek(offset)
-        return image.image_size(file.read(length))
+        return file.read(length)
 
 
 def _write_tables(directory: Path, good: Mapping[int, ScannedFile]) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.lerobot.episodes import copy_pictures, numbers
-from openpi_train.data.lerobot.lerobot_layout import require
+from openpi_train.data import image
+from openpi_train.data.lerobot.episodes import copy_pictures
+from openpi_train.data.lerobot.lerobot_metadata import require
+from openpi_train.data.lerobot.parquet_numbers import amount, numbers
 
 # The column that marks an episode's first step, and the column of instructions.
 FIRST, PROMPT = "is_first", "prompt"
@@ -58,11 +60,13 @@ def scan_file(file: Path, pictures: Path) -> ScannedFile:
         num_rows = table.num_rows
         if not num_rows:
             raise ValueError("it has no rows")
-        cameras = [name for name in binary if _is_whole(parquet, name, skipped)]
-        copied = copy_pictures(parquet, cameras, pictures) if cameras else {}
+        cameras = [
+            name for name in binary if _is_whole(parquet, name, skipped) and not _is_deep(parquet, name, skipped)
+        ]
+        copied, _ = copy_pictures(parquet, cameras, pictures) if cameras else ({}, {})
     for name in (name for name in table.column_names if name not in (FIRST, PROMPT)):
         try:
-            columns[name] = _numeric(table[name], num_rows, pa)
+            columns[name] = _numeric(table[name], pa)
         except ValueError as error:
             skipped[name] = str(error)
     first = np.asarray(table[FIRST].to_pylist(), bool) if FIRST in table.column_names else np.zeros(num_rows, bool)
@@ -95,7 +99,19 @@ def _is_whole(parquet: Any, name: str, skipped: dict[str, str]) -> bool:
     return not missing
 
 
-def _numeric(column: Any, num_rows: int, pa: Any) -> np.ndarray:
+def _is_deep(parquet: Any, name: str, skipped: dict[str, str]) -> bool:
+    """Whether the first picture is one of depth; then the reason is recorded."""
+    first = next(parquet.iter_batches(columns=[name], batch_size=1)).column(0)[0].as_py()
+    try:
+        mode = image.pixel_mode(first)
+    except ValueError:
+        return False  # said where its size is read
+    if image.is_deep(mode):
+        skipped[name] = f"a depth map by its pixels, {mode}"
+    return image.is_deep(mode)
+
+
+def _numeric(column: Any, pa: Any) -> np.ndarray:
     """Numbers of the same shape in every row, float32 or int64. Raises ValueError for others."""
     kind, depth = column.type, 0
     while hasattr(kind, "value_type") and not pa.types.is_dictionary(kind):
@@ -104,8 +120,11 @@ def _numeric(column: Any, num_rows: int, pa: Any) -> np.ndarray:
         raise ValueError(f"it holds {column.type}, not numbers")
     shape = ()
     if depth:
-        lengths = {len(entry) for entry in column.to_pylist() if entry is not None}
+        lengths = require("pyarrow.compute").list_value_length(column).drop_null().unique().to_pylist()
         if len(lengths) != 1:
             raise ValueError(f"its rows hold {', '.join(map(str, sorted(lengths)))} numbers")
         shape = (lengths.pop(),)
-    return numbers(column, "int64" if pa.types.is_integer(kind) else "float32", shape)
+    values, counts = numbers(column, "int64" if pa.types.is_integer(kind) else "float32", shape)
+    if (wrong := np.flatnonzero(counts != np.prod(shape, dtype=np.int64))).size:
+        raise ValueError(f"row {wrong[0]} is {amount(int(counts[wrong[0]]))}")
+    return values

@@ -5,7 +5,8 @@ Read next: `parquet_index.py` (built at the first opening).
 
 from pathlib import Path
 
-from openpi_train.data.source import BadRecord
+from openpi_train.data.damage import of_record
+from openpi_train.data.source import About
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
 from openpi_train.data.tables import Tables
@@ -26,7 +27,11 @@ class ParquetSource(StoredSource):
         try:
             return read_span(path, *self.stored.manifest["pictures"][str(file)], *self._spans[camera][step].tolist())
         except OSError as error:
-            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+            raise of_record(error, f"{self.describe(step)}, {camera}") from error
+
+    def about(self) -> About:
+        """See `Source.about`: the columns that are left out."""
+        return About(left_out=self.stored.manifest["skipped"])
 
     def describe(self, step: int) -> str:
         episode = self.episode_of(step)

@@ -36,7 +36,15 @@ from openpi_train.data.rlds.schema import (
     read_schema,
 )
 from openpi_train.data.rlds.shard_scan import scan_shard
-from openpi_train.data.sidecar import FORMAT, IndexedConfig, Sidecar, digest, first_changed, stat_files
+from openpi_train.data.sidecar import (
+    FORMAT,
+    IndexedConfig,
+    Sidecar,
+    digest,
+    first_changed,
+    missing_files,
+    stat_files,
+)
 from openpi_train.data.source import Source
 
 logger = logging.getLogger(__name__)
@@ -97,21 +105,29 @@ class RldsIndex(Sidecar):
     def changed(self, manifest: Mapping[str, Any]) -> str | None:
         if manifest["metadata_sha256"] != self._metadata_digest():
             return f"{self.root / INFO_FILE}"
-        return first_changed(self.root, ((one["name"], one["size"], one["mtime_ns"]) for one in manifest["shards"]))
+        shards = ((one["name"], one["size"], one["mtime_ns"]) for one in manifest["shards"])
+        came = set(manifest["missing"]) - set(missing_files(self.root, manifest["missing"]))
+        return first_changed(self.root, shards) or min(came, default=None)
 
-    def survey(self) -> tuple[Any, list[ShardFile], list[tuple[int, int]]]:
-        """tensorflow-datasets' builder; the shards; size and mtime_ns of each."""
+    def survey(self) -> tuple[Any, list[ShardFile], list[tuple[int, int]], list[ShardFile]]:
+        """tensorflow-datasets' builder; the shards; size and mtime_ns of each; missing ones that may be left out."""
         builder = load_builder(self.root)
         shards = list_shards(builder, self.config.split)
+        names = [one.name for one in shards] if self.config.on_bad_record == "skip" else []
+        lost = set(missing_files(self.root, names))
+        missing, shards = [one for one in shards if one.name in lost], [one for one in shards if one.name not in lost]
         what = f"shards that {INFO_FILE} names are missing in {self.root}"
         stats = stat_files(
-            self.root, [one.name for one in shards], what=what, how="Download them, or choose another split."
+            self.root,
+            [one.name for one in shards],
+            what=what,
+            how="Download them, choose another split, or leave their episodes out with on_bad_record skip.",
         )
-        return builder, shards, [(size, mtime_ns) for _, size, mtime_ns in stats]
+        return builder, shards, [(size, mtime_ns) for _, size, mtime_ns in stats], missing
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Read the shards that have no part yet, then join all parts."""
-        builder, shards, stats = self.survey()
+        builder, shards, stats, missing = self.survey()
         schema = read_schema(builder, self.config.prompt_feature, self.config.wide_columns)
         parts = self._read_shards(shards, stats, schema)
         written = self._join(directory, parts, shards, stats, schema)
@@ -123,7 +139,13 @@ class RldsIndex(Sidecar):
             "prompt_feature": schema.prompt,
             "cameras": schema.cameras,
             "skipped": schema.skipped,
+            "missing": [one.name for one in missing],
             **written,
+            "dropped": written["dropped"]
+            + [
+                {"file": one.name, "record": 0, "episodes": one.num_episodes, "why": "the file is missing: download it"}
+                for one in missing
+            ],
         }
 
     def source(self, index: tables.Tables) -> Source:

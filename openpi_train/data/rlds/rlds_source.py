@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from openpi_train.data import tables
-from openpi_train.data.rlds.schema import read_about
-from openpi_train.data.source import About, BadRecord
+from openpi_train.data import files, tables
+from openpi_train.data.damage import of_record
+from openpi_train.data.rlds.schema import ABOUT_FILE, read_about
+from openpi_train.data.source import About
 from openpi_train.data.spans import read_span
 from openpi_train.data.stored import StoredSource
 
@@ -33,10 +34,16 @@ class RldsSource(StoredSource):
         try:
             return read_span(*self._files[shard], offset, length)
         except OSError as error:
-            raise BadRecord(f"{self.describe(step)}, {camera}: {error}") from error
+            raise of_record(error, f"{self.describe(step)}, {camera}") from error
 
     def about(self) -> About:
         return read_about(self._root, self.stored.manifest["prompt_feature"], self.stored.manifest["skipped"])
+
+    @property
+    def recorded_hz(self) -> float | None:
+        """See `Source.recorded_hz`; tensorflow-datasets is not asked, whose metadata have no place for it."""
+        kept = self._root / ABOUT_FILE
+        return About.from_json(files.read_json(kept)).control_hz if kept.is_file() else None
 
     def describe(self, step: int) -> str:
         shard = int(np.searchsorted(self.stored.arrays["shard_ends"], step, side="right"))

@@ -37,6 +37,7 @@ class Schema:
         columns: dtype name and shape per step of each numeric feature, by name (`observation/state`).
         cameras: Height and width of each image feature; 0 if the dataset does not specify them.
         prompt: The key of the instruction text in a record (`steps/language_instruction`); empty if there is none.
+        alternatives: Keys of the texts that stand in where it is blank, in order (`steps/language_instruction_2`, ...).
         identity: The columns that are hashed into an episode's digest, with the images.
         skipped: Features left out, each with the reason.
     """
@@ -44,6 +45,7 @@ class Schema:
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
     cameras: Mapping[str, tuple[int, int]]
     prompt: str
+    alternatives: tuple[str, ...]
     identity: tuple[str, ...]
     skipped: Mapping[str, str]
 
@@ -148,8 +150,9 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
             f"wide_columns {unknown} are not numeric features of {builder.data_dir}; it has {sorted(columns)}"
         )
     prompt = _choose_prompt(prompt_feature, texts, _metadata_texts(features, tfds.features), builder.data_dir)
+    alternatives = _alternatives(prompt, [f"steps/{name}" for name in texts])
     identity = tuple(name for name, detail in sorted(columns.items()) if _is_identity(name, *detail))
-    return Schema(dict(sorted(columns.items())), dict(sorted(cameras.items())), prompt, identity, skipped)
+    return Schema(dict(sorted(columns.items())), dict(sorted(cameras.items())), prompt, alternatives, identity, skipped)
 
 
 def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> About:
@@ -160,7 +163,8 @@ def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> Abou
     left_out = dict(skipped)
     for name, leaf in _leaves(features["steps"].feature, tfds.features.FeaturesDict):
         if _classify(leaf, tfds.features)[0] == "text" and f"steps/{name}" != prompt:
-            left_out[name] = "a text that is not the instruction"
+            other = bool(_alternatives(prompt, [f"steps/{name}"]))
+            left_out[name] = "used where the instruction is blank" if other else "a text that is not the instruction"
     if "episode_metadata" in features:
         names = (
             f"episode_metadata/{name}" for name, _ in _leaves(features["episode_metadata"], tfds.features.FeaturesDict)
@@ -211,6 +215,13 @@ def _metadata_texts(features: Any, kinds: Any) -> list[str]:
         for name, leaf in _leaves(features["episode_metadata"], kinds.FeaturesDict)
         if _is_text(leaf)
     ]
+
+
+def _alternatives(prompt: str, texts: list[str]) -> tuple[str, ...]:
+    """The texts of the instruction's name and a number, as DROID has two beside `language_instruction`, in order."""
+    numbers = {text: re.fullmatch(rf"{re.escape(prompt)}_(\d+)", text) for text in texts} if prompt else {}
+    found = {text: int(match[1]) for text, match in numbers.items() if match is not None}
+    return tuple(sorted(found, key=found.__getitem__))
 
 
 def _choose_prompt(wanted: str, texts: list[str], of_episode: list[str], where: Any) -> str:

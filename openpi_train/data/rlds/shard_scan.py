@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data.instructions import is_blank
 from openpi_train.data.rlds.example import Feature, read_example
 from openpi_train.data.rlds.schema import FEATURES_FILE, INFO_FILE, Schema, ShardFile
 from openpi_train.data.rlds.tfrecord import read_records
@@ -71,7 +72,11 @@ def _parse_episode(payload: bytes, offset: int, number: int, schema: Schema) -> 
     num_steps = max(lengths.values(), default=0)
     if num_steps == 0 or set(lengths.values()) != {num_steps}:
         raise ValueError(f"the episode has no steps, or its features have different lengths: {lengths}")
-    arrays["prompts"] = _episode_prompts(features, schema.prompt, num_steps)
+    prompts = _episode_prompts(features, schema.prompt, num_steps)
+    for key in schema.alternatives if any(map(is_blank, prompts)) else ():
+        others = _episode_prompts(features, key, num_steps)
+        prompts = [other if is_blank(text) else text for text, other in zip(prompts, others, strict=True)]
+    arrays["prompts"] = prompts
     arrays["num_steps"], arrays["id"] = num_steps, digest.hexdigest()[:32]
     return arrays
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.text.message_content import Message, MessageForm
 from openpi_train.runtime.exits import UsageError
 
-Message = Mapping[str, Any]
 # Variables of a template by name. They are passed as one mapping, so that no name is also one of our arguments'.
 Variables = Mapping[str, Any]
 # Characters from and before another in a rendered conversation.
@@ -78,8 +78,19 @@ class ChatTemplate:
     ) -> str:
         """The conversation as one text; `add_generation_prompt` appends the header of an assistant's message.
 
+        Messages may have their content in parts, and tool calls as OpenAI's API has them (`message_content.py`).
+
         Args: `variables` are further variables of the template, such as `tools`. Raises ValueError if it fails.
         """
+        form = self.form
+        return self._rendered([form.apply(one) for one in messages], variables, add_generation_prompt)
+
+    @functools.cached_property
+    def form(self) -> MessageForm:
+        """What messages the template writes in full."""
+        return MessageForm.of(self.source, lambda messages: self._rendered(messages, _NONE, False))
+
+    def _rendered(self, messages: Sequence[Message], variables: Variables, add_generation_prompt: bool) -> str:
         compiled = self.compiled()
         import jinja2  # pyright: ignore[reportMissingImports] (an extra)
 

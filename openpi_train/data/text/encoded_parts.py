@@ -20,8 +20,9 @@ import numpy as np
 from openpi_train.data import files
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.examples import COLUMNS, Example, example_of
+from openpi_train.data.text.message_content import text_of
 from openpi_train.data.text.text_encoder import EncodedText, TextEncoder, UnfitSettingsError
-from openpi_train.data.text.text_files import TextFile, parsed
+from openpi_train.data.text.text_files import TextFile, entry_of, parsed
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class EncodedParts:
     def _write(self, path: Path, records: Sequence[tuple[int, int, Any]], known: tuple[str, str] | None) -> None:
         columns: dict[str, list[Any]] = {name: [] for name in (*OF_TOKENS, *OF_TEXTS, *OF_SAMPLES)}
         bad: list[str] = []
+        endless: list[str] = []
         kind = None
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
             # The tokenizer runs without Python's lock.
@@ -108,12 +110,14 @@ class EncodedParts:
                 bad.append(told)
                 continue
             kind = example.type.kind
+            endless += [place for text in texts if self._is_endless(text)]
             for text in texts:
                 for name, value in _of_text(text).items():
                     columns[name].append(value)
             for name, value in _of_sample(example, file_number, line).items():
                 columns[name].append(value)
         told = {"type": known[0] if known else None, "place": known[1] if known else None, "kind": kind, "bad": bad}
+        told |= {"endless": {"number": len(endless), "first": endless[0] if endless else None}}
         arrays = {name: joined(columns[name], dtype) for name, dtype in OF_TOKENS.items()}
         arrays |= {name: np.array(columns[name], dtype) for name, dtype in (OF_TEXTS | OF_SAMPLES).items()}
         arrays["references"] = arrays["references"].reshape(-1, 2)
@@ -130,6 +134,11 @@ class EncodedParts:
             return example, self.encoder.encode(example)
         except ValueError as error:
             return example, error
+
+    def _is_endless(self, text: EncodedText) -> bool:
+        """Whether a text has targets, but none that ends a completion; the first token is never predicted."""
+        targets = text.tokens[1:][text.targets[1:]]
+        return bool(targets.size) and not np.isin(targets, self.encoder.ends).any()
 
     def _check_type(self, example: Example, place: str, known: tuple[str, str]) -> None:
         if str(example.type) != known[0]:
@@ -149,12 +158,7 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[st
     """The record with the columns of the types; without `columns`, as it is."""
     if not columns:
         return record
-    missing = [column for column in columns.values() if column not in record]
-    if missing:
-        raise ValueError(
-            f"it has no {', '.join(missing)}, which --data.datasets.N.columns names; it has {sorted(record)}"
-        )
-    return {name: record[column] for name, column in columns.items()}
+    return {name: entry_of(record, column) for name, column in columns.items()}
 
 
 def _of_text(text: EncodedText) -> dict[str, Any]:
@@ -170,6 +174,8 @@ def _of_text(text: EncodedText) -> dict[str, Any]:
 
 def _of_sample(example: Example, file_number: int, line: int) -> dict[str, Any]:
     about = example.completions[0] if example.prompt is None else example.prompt
+    if not isinstance(about, str):  # a text is the same prompt as its parts
+        about = [{**one, "content": text_of(one["content"])} if "content" in one else one for one in about]
     name = json.dumps([about, dict(example.variables)], sort_keys=True, default=str)
     references = [float("nan")] * 2
     if example.reference is not None:
@@ -192,7 +198,10 @@ def joined(pieces: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def told_of(path: Path) -> dict[str, Any]:
-    """What a part says besides its arrays: `type` of its samples, `place` of the first, `kind`, and `bad` records."""
+    """What a part says besides its arrays: `type` of its samples, `place` of the first, `kind`, `bad` records.
+
+    `endless` is the number of texts that never end, and the place of the first.
+    """
     with np.load(path) as part:
         return json.loads(str(part["told"]))
 

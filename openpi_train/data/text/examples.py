@@ -7,8 +7,9 @@
     preference           [prompt,] chosen, rejected         strings             conversations
     unpaired preference  prompt, completion, label          strings; a boolean  conversations; a boolean
 
-A conversation is a list of messages, objects with `role` and `content`. Without a prompt, the beginning that `chosen`
-and `rejected` share is the prompt. Further columns with a meaning: `tools` and `chat_template_kwargs` (variables of the
+A conversation is a list of messages, objects with `role` and `content` (`message_content.py`). After a prompt that is
+one, a completion that is a string is the assistant's answer. Without a prompt, the beginning that `chosen` and
+`rejected` share is the prompt. Further columns with a meaning: `tools` and `chat_template_kwargs` (variables of the
 chat template), `margin` (of a preference), `ref_chosen_logps`, `ref_rejected_logps` and `reference_logps`
 (log-probabilities of the completions under the reference model). All others are ignored.
 
@@ -19,6 +20,8 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+from openpi_train.data.text.message_content import text_of, with_calls
 
 Kind = Literal["prompt only", "language modelling", "prompt/completion", "preference", "unpaired preference"]
 Conversation = list[dict[str, Any]]
@@ -101,12 +104,13 @@ def example_of(record: Mapping[str, Any]) -> Example:
 
 
 def _preference(given: Mapping[str, Any], told: dict[str, Any]) -> Example:
-    chosen, rejected = _texts(given, "chosen", "rejected")
+    is_talk = not isinstance(given.get("prompt", ""), str)
+    *_, chosen, rejected = _texts(given, *(["prompt"] if is_talk else []), "chosen", "rejected")
     told["margin"] = _number(given, "margin") or 0.0
     told["reference"] = _reference(given, "ref_chosen_logps", "ref_rejected_logps")
     if chosen == rejected:
         raise ValueError("chosen and rejected are equal: there is nothing to compare")
-    if "prompt" in given and (isinstance(chosen, str) or not isinstance(given["prompt"], str)):
+    if "prompt" in given and (isinstance(chosen, str) or is_talk):
         prompt, *_ = _texts(given, "prompt", "chosen", "rejected")
     else:
         shared = _shared(chosen, rejected)
@@ -123,20 +127,13 @@ def _require_contained(prompt: str, shared: Any) -> None:
 
     Some datasets have such a prompt beside conversations that contain it.
     """
-    texts = [text for message in shared for text in _texts_of(message)]
+    texts = [text_of(message.get("content")) for message in shared]
     if " ".join(prompt.split()) not in " ".join(" ".join(texts).split()):
         raise ValueError(
             f"prompt is the string {prompt[:40]!r}, which is not in the messages that chosen and rejected share at "
             "their start, so it would be lost: make prompt a list of messages, put it into both conversations, or "
             "read them without it (--data.datasets.N.columns chosen=chosen rejected=rejected)"
         )
-
-
-def _texts_of(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content, which may have several parts."""
-    content = message.get("content") or []
-    parts = [{"text": content}] if isinstance(content, str) else content
-    return [str(part.get("text", "")) for part in parts if isinstance(part, Mapping)]
 
 
 def _shared(one: Text, two: Text) -> int:
@@ -154,8 +151,11 @@ def _type(kind: Kind, text: Text) -> ExampleType:
 
 
 def _texts(given: Mapping[str, Any], *names: str) -> list[Any]:
-    """The texts of these columns: all strings, or all conversations."""
+    """The texts of these columns: all strings, or all conversations. A string after a conversation is its answer."""
     found = [value if isinstance(value := given[name], str) else _conversation(name, value) for name in names]
+    if names[0] == "prompt" and not isinstance(found[0], str):
+        answers = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in found[1:]]
+        return [found[0], *answers]
     if len({isinstance(text, str) for text in found}) > 1:
         told = ", ".join(f"{name} is {_what(text)}" for name, text in zip(names, found, strict=True))
         raise ValueError(f"{told}: all texts of a record must be strings, or all conversations")
@@ -170,9 +170,14 @@ def _conversation(name: str, value: Any) -> Conversation:
             raise ValueError(
                 f"message {number} of {name} is {message!r:.80}; needed is an object with role and content"
             )
-        content = message.get("content")
-        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+        content, has_calls = message.get("content"), message.get("tool_calls") or message.get("function_call")
+        if not (isinstance(content, str | list) or (content is None and has_calls)):
             raise ValueError(f"content of message {number} of {name} is {_what(content)}; needed is a string")
+        text_of(content, f"the content of message {number} of {name}")
+        try:
+            with_calls(message)
+        except ValueError as error:
+            raise ValueError(f"message {number} of {name}: {error}") from error
     # Columns of parquet files give every message the entries that one of them has.
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
 
@@ -181,7 +186,10 @@ def _require_content(name: str, text: Text) -> None:
     if isinstance(text, str):
         empty = not text
     else:
-        empty = not any(message.get("content") or message.get("tool_calls") for message in text)
+        empty = not any(
+            text_of(message.get("content")) or message.get("tool_calls") or message.get("function_call")
+            for message in text
+        )
     if empty:
         raise ValueError(f"{name} is empty: there is nothing to learn from it")
 

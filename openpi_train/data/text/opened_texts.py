@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data import findings
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
 from openpi_train.data.text import arithmetic
@@ -119,6 +120,9 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         targets=config.targets,
     )
     splits = [_open_splits(config, number, dataset, encoder) for number, dataset in enumerate(config.datasets)]
+    for train, held_out in splits:
+        found = {finding.kind: finding for store in (held_out.store, train.store) for finding in store.findings}
+        findings.report(train.dataset.name, found.values())
     for split in (split for both in splits for split in both):
         _check_tokens(split, request.model, tokenizer)
         if config.kind == "preferences" and not request.uses_margins:

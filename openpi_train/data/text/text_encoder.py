@@ -5,6 +5,7 @@ So the token that ends a text is a target also where it is the tokenizer's pad t
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from openpi_train.data.text.chat_template import ChatTemplate, Span
 from openpi_train.data.text.conversation_faults import fault_of, template_fault
 from openpi_train.data.text.examples import Example, Text
-from openpi_train.data.text.text_tokenizer import Pieces, TextTokenizer
+from openpi_train.data.text.text_tokenizer import Pieces, TextTokenizer, end_tokens
 
 # Which tokens are targets: those of the completion, if there is a prompt, else all; the completion's; those that the
 # assistant wrote, in the completion if there is a prompt; all.
@@ -42,11 +43,16 @@ class TextEncoder:
     templates: dict[str, ChatTemplate]
     targets: Targets = "auto"
 
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a completion (`end_tokens`)."""
+        return end_tokens(self.tokenizer)
+
     @property
     def digest(self) -> str:
         """Digest of everything besides the example that the result depends on."""
         templates = {name: [one.source, one.special_tokens, str(one.today)] for name, one in self.templates.items()}
-        parts = [self.tokenizer.digest, templates, self.targets]
+        parts = [self.tokenizer.digest, templates, self.targets, list(self.ends)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, example: Example) -> list[EncodedText]:
@@ -85,7 +91,7 @@ class TextEncoder:
         """What an answer is generated from: a conversation ends with the header of an assistant's message."""
         if isinstance(example.prompt, str):
             (pieces,) = self.tokenizer.encode([example.prompt])
-            tokens = [*self.tokenizer.begin, *pieces.tokens]
+            tokens = self.tokenizer.begun(pieces.tokens)
         else:
             template, variables = self._template(example)
             text = template.render(example.prompt or [], variables, add_generation_prompt=True)
@@ -96,7 +102,7 @@ class TextEncoder:
     def _whole(self, text: Text) -> EncodedText:
         assert isinstance(text, str)
         (pieces,) = self.tokenizer.encode([text])
-        tokens = [*self.tokenizer.begin, *self._ended(pieces.tokens)]
+        tokens = self.tokenizer.begun(self._ended(pieces.tokens))
         return _encoded(tokens, np.ones(len(tokens), bool))
 
     def _continued(self, prompt: Text, completions: Sequence[Text]) -> list[EncodedText]:
@@ -108,7 +114,7 @@ class TextEncoder:
         assert isinstance(prompt, str)
         texts = [text for text in completions if isinstance(text, str)]
         first, *both = self.tokenizer.encode([prompt, *(prompt + text for text in texts)])
-        start = [*self.tokenizer.begin, *first.tokens]
+        start = self.tokenizer.begun(first.tokens)
         encoded = []
         for text, joined in zip(texts, both, strict=True):
             rest = joined.tokens[len(first.tokens) :]
@@ -153,7 +159,19 @@ class TextEncoder:
                 f"the tokenizer {self.tokenizer.name} names no eos_token in tokenizer_config.json: a model could not "
                 "learn where texts end. Add it there"
             )
-        return tokens if tokens and tokens[-1] == eos else [*tokens, eos]
+        return tokens if self._is_ended(tokens) else [*tokens, eos]
+
+    def _is_ended(self, tokens: Sequence[int]) -> bool:
+        """Whether a text ends with a token that ends completions, or with white space after one.
+
+        Chat templates write a line break there, which texts that were rendered beforehand have, too.
+        """
+        for token in reversed(tokens):
+            if token in self.ends:
+                return True
+            if self.tokenizer.decode([token]).strip():
+                return False
+        return False
 
 
 def templates_of(tokenizer: TextTokenizer, given: str | None, today: str) -> dict[str, ChatTemplate]:

@@ -1,40 +1,38 @@
-"""Records of text files (JSON lines, JSON arrays, parquet): of a file, a folder, or a dataset on the Hugging Face hub.
+"""Records of text files (JSON lines, JSON arrays, parquet, arrow): of a file, a folder, or a dataset on the hub.
 
-The files of a split are those with its name as a word of their path, such as `train-00000-of-00002.parquet` or
-`data/validation/part1.jsonl`. Read next: `examples.py`.
+The files of a split are those with its name as a word of their own name, such as `train-00000-of-00002.parquet`, or as
+the name of a folder, such as `data/validation/part1.jsonl` (`split_files.py`). Arrow files are those of `save_to_disk`
+of the `datasets` library. Read next: `examples.py`.
 """
 
 import dataclasses
 import gzip
 import hashlib
 import json
-import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.damage import raise_if_system
+from openpi_train.data.files import naming
 from openpi_train.data.hub import SCHEME, hub_folder
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.json_array import entries_of_array
+from openpi_train.data.text.split_files import data_files, of_split, read_once
 from openpi_train.runtime.exits import UsageError
 
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-_PARQUET = (".parquet",)
-_ENDINGS = (*_LINES, *_PARQUET)
+_PARQUET, _ARROW = ".parquet", ".arrow"
+_TABLES = (_PARQUET, _ARROW)
+_ENDINGS = (*_LINES, *_TABLES)
 # Those that may be one array of records.
 _ARRAYS = (".json", ".json.gz")
-# What the `datasets` library writes about a dataset, beside its files.
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _MARK = b"\xef\xbb\xbf"
-# Words that mean the same split.
-_WORDS = (
-    {"train", "training"},
-    {"validation", "valid", "val", "dev"},
-    {"test", "testing", "eval", "evaluation"},
-)
 _BLOCK_ROWS = 1024
+# How Arrow's file format begins; what `datasets` writes is the other one, the stream.
+_ARROW_FILE = b"ARROW1"
 _READ_BYTES = 1 << 20
 
 
@@ -47,26 +45,29 @@ class TextFile:
 
     def sha256(self) -> str:
         """Digest of its content."""
-        with self.path.open("rb") as file:
+        with self.path.open("rb") as file, naming(self.path):
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def records(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-        """The number of each record, from 1, and what `parsed` takes; of parquet files `columns` only.
+        """The number of each record, from 1, and what `parsed` takes; of tables `columns` only.
 
         Raises BadRecord if the file is damaged.
         """
-        return self._rows(columns) if self.path.name.endswith(_PARQUET) else self._lines()
+        return self._rows(columns) if self.path.name.endswith(_TABLES) else self._lines()
 
     def place(self, number: int) -> str:
         """The place of a record for messages: `file:line`, or the number of the record where it has no own line."""
-        if self.path.name.endswith(_PARQUET):
+        if self.path.name.endswith(_TABLES):
             return f"{self.name}: row {number}"
         return f"{self.name}: record {number}" if self.path.name.endswith(_ARRAYS) else f"{self.name}:{number}"
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
         number, counts_records = 0, self.path.name.endswith(_ARRAYS)
         try:
-            with gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file:
+            with (
+                naming(self.path),
+                gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file,
+            ):
                 for line_number, line in enumerate(file, 1):
                     line = line.removeprefix(_MARK) if line_number == 1 else line
                     if counts_records and number == 0 and line.lstrip().startswith(b"["):
@@ -97,23 +98,42 @@ class TextFile:
     def _rows(self, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             import pyarrow  # pyright: ignore[reportMissingImports] (an extra)
-            from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UsageError(f"{self.path} needs pyarrow: pip install 'openpi_train[text]'") from error
         number = 0
         try:
-            with parquet.ParquetFile(self.path) as file:
-                names = file.schema_arrow.names
-                # With none of the columns, the names of all are needed for the message.
-                present = [name for name in columns if name in names] or names
-                if twice := sorted({name for name in present if names.count(name) > 1}):
-                    raise BadRecord(f"{self.name}: several columns are called {', '.join(twice)}; rename all but one")
-                for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=present):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield number, {name: _without_nulls(value) for name, value in row.items()}
+            for batch in self._batches(columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {name: _without_nulls(value) for name, value in row.items()}
         except (pyarrow.ArrowException, OSError) as error:
+            raise_if_system(error, self.path)
             raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
+
+    def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        """Batches of rows of a table. With none of the columns, they have all, which the message names."""
+        from pyarrow import ipc, parquet  # pyright: ignore[reportMissingImports] (an extra)
+
+        if self.path.name.endswith(_PARQUET):
+            with parquet.ParquetFile(self.path) as file:
+                yield from file.iter_batches(_BLOCK_ROWS, columns=self._present(columns, file.schema_arrow.names))
+            return
+        with self.path.open("rb") as raw:
+            is_file, _ = raw.read(len(_ARROW_FILE)) == _ARROW_FILE, raw.seek(0)
+            reader = ipc.open_file(raw) if is_file else ipc.open_stream(raw)
+            present = self._present(columns, reader.schema.names)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                for start in range(0, batch.num_rows, _BLOCK_ROWS):
+                    yield batch.select(present).slice(start, _BLOCK_ROWS)
+
+    def _present(self, columns: Sequence[str], names: Sequence[str]) -> list[str]:
+        """The columns of a table that are read: of an entry of an object (`a.b`), the whole object."""
+        wanted = {column if column in names else column.partition(".")[0] for column in columns}
+        present = [name for name in names if name in wanted] or list(names)
+        if twice := sorted({name for name in present if list(names).count(name) > 1}):
+            raise BadRecord(f"{self.name}: several columns are called {', '.join(twice)}; rename all but one")
+        return present
 
 
 def parsed(raw: Any) -> Mapping[str, Any]:
@@ -138,12 +158,34 @@ def parsed(raw: Any) -> Mapping[str, Any]:
     return record
 
 
+def entry_of(record: Mapping[str, Any], column: str) -> Any:
+    """A column of a record, or an entry of an object in one: `reward_model.ground_truth`.
+
+    Raises ValueError, naming what there is, if there is none.
+    """
+    found: Any = record
+    for name in [column] if column in record else column.split("."):
+        if isinstance(found, str) and found.lstrip().startswith("{"):  # tables may hold an object as JSON
+            try:
+                found = json.loads(found)
+            except ValueError as error:
+                raise ValueError(f"{column}: the text {found!r:.60} is no JSON ({error})") from error
+        if not isinstance(found, Mapping) or name not in found:
+            inside = f"; {column.rpartition('.' + name)[0]} has {sorted(found)}" if isinstance(found, Mapping) else ""
+            raise ValueError(
+                f"it has no {column}, which --data.datasets.N.columns names; it has {sorted(record)}"
+                + (inside if found is not record else "")
+            )
+        found = found[name]
+    return found
+
+
 def find_files(where: str, split: str | None = None, *, offline: bool = False) -> list[TextFile]:
     """The files of a split, in the order of their names: `where` is a file, a folder, or `hub:USER/NAME`.
 
     The split of a single file is not looked at. A folder without any split in its names is taken to be `train`.
 
-    Raises FileNotFoundError if there are none, DataError if the hub does not give them.
+    Raises FileNotFoundError if there are none, DataError if the hub does not give them, BadRecord as `data_files`.
     """
     if where.startswith(SCHEME):
         patterns = [f"{start}*{ending}" for ending in _ENDINGS for start in ("", "**/")]
@@ -156,20 +198,14 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
         if not root.name.endswith(_ENDINGS):
             raise FileNotFoundError(f"{where} is none of {', '.join(_ENDINGS)}, which are the files that are read")
         return [TextFile(root, root.name)]
-    names = sorted(
-        str(path.relative_to(root))
-        for path in root.rglob("*")
-        if path.is_file() and path.name.endswith(_ENDINGS) and not path.name.startswith((".", *_ABOUT))
-    )
+    names = data_files(root, _ENDINGS)
     if not names:
         raise FileNotFoundError(f"no texts in {where}: it needs files of {', '.join(_ENDINGS)}")
-    mine = [name for name in names if split is None or _is_of(name, split)]
-    if not mine and split in _WORDS[0] and not any(_is_of(name, word) for name in names for word in ("val", "test")):
-        mine = names
+    mine = list(names) if split is None else of_split(names, split)
     if not mine:
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        shown = ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
         raise FileNotFoundError(f"no file of the split {split} in {where}, which has {shown}; name a split or a file")
-    return [TextFile(root / name, name) for name in mine]
+    return [TextFile(root / name, name) for name in read_once(root, {name: names[name] for name in mine})]
 
 
 def names_a_path(text: str) -> bool:
@@ -180,15 +216,9 @@ def names_a_path(text: str) -> bool:
 def _without_nulls(value: Any) -> Any:
     """A column's value without null entries of objects in it.
 
-    All objects of a column of a parquet file have the entries that one of them has, such as the arguments of all tools.
+    All objects of a column of a table have the entries that one of them has, such as the arguments of all tools.
     As in TRL's `data_utils.py: remove_none_values`.
     """
     if isinstance(value, Mapping):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _is_of(name: str, split: str) -> bool:
-    """Whether a split's name, or a word that means the same, is a word of the path."""
-    synonyms = next((words for words in _WORDS if split in words), {split})
-    return any(re.search(rf"(^|[/._-]){re.escape(word)}[/._-]", name) for word in synonyms)

@@ -15,13 +15,15 @@ from typing import Any
 import tokenizers
 
 from openpi_train.data.hub import SCHEME, hub_folder
+from openpi_train.runtime.exits import UsageError
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL, _TEMPLATE, _OLD_TEMPLATE = "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
 # What is read of the folder.
 FILES = (TOKENIZER, CONFIG, _SPECIAL, _TEMPLATE, _OLD_TEMPLATE)
 # What is kept in checkpoints: also files that other programs read of a published model.
-_OF_THE_MODEL = ("config.json", "generation_config.json")
+_GENERATION = "generation_config.json"
+_OF_THE_MODEL = ("config.json", _GENERATION)
 KEPT = (*FILES, *_OF_THE_MODEL, "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
 _PROBE = "a"
 _HOW = "--data.tokenizer takes a folder with a tokenizer.json, or hub:USER/NAME"
@@ -115,6 +117,11 @@ class TextTokenizer:
         places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(places, 0)])
 
+    def begun(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of a text after `begin`, which a text that was rendered beforehand has already."""
+        is_there = tuple(tokens[: len(self.begin)]) == self.begin
+        return [*(() if is_there else self.begin), *tokens]
+
     @functools.cached_property
     def chat_templates(self) -> dict[str, str]:
         """The chat templates of the files by name; the usual one is `default`. Raises ValueError if they are none."""
@@ -165,6 +172,20 @@ class TextTokenizer:
         if not isinstance(found, dict):
             raise ValueError(f"{self.name}: {file} holds {type(found).__name__}, not an object; fetch it again")
         return found
+
+
+def end_tokens(tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's own, and those of its model's generation_config.json.
+
+    Chat models end a turn with another token than a document.
+    """
+    found = [] if tokenizer.eos is None else [tokenizer.eos]
+    try:
+        said = json.loads(tokenizer.files.get(_GENERATION, b"{}")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"{tokenizer.name}: {_GENERATION} is damaged ({error}); fetch it again") from error
+    found += said if isinstance(said, list) else [said]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 def load_text_tokenizer(name: str, *, offline: bool = False) -> TextTokenizer:

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data import places, tables
+from openpi_train.data.findings import Finding
 from openpi_train.data.sidecar import digest
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.encoded_parts import (
@@ -43,7 +43,7 @@ from openpi_train.runtime import locks
 logger = logging.getLogger(__name__)
 
 # Increase it when the content of the arrays changes: all datasets are then encoded again.
-FORMAT = 3
+FORMAT = 4
 # What rows depend on.
 _CONTENT = ("tokens", "targets", "text_ends", "digests", "labels", "margins", "references")
 
@@ -139,10 +139,8 @@ class TokenCache:
             columns=self.columns,
             on_bad_record=self.on_bad_record,
         ).encode()
-        draft = self.place / f".tables.{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        totals = _join(parts, draft)
+        with tables.drafted(self.place) as draft:
+            totals = _join(parts, draft)
         bad = [line for part in parts for line in told_of(part)["bad"]]
         if not totals["samples"]:
             why = f"all {len(bad)} records are bad; the first: {bad[0]}" if bad else "it is empty"
@@ -154,6 +152,7 @@ class TokenCache:
             "kind": next(kind for part in parts if (kind := told_of(part)["kind"])),
             "largest_token": totals["largest_token"],
             "dropped": {"number": len(bad), "first": bad[0]} if bad else None,
+            "findings": [finding.as_json() for finding in self._findings(parts, totals["texts"])],
             "fingerprint": _fingerprint(draft),
             "files": tables.list_files(draft),
         }
@@ -164,6 +163,29 @@ class TokenCache:
             *(self.name, time.monotonic() - started, totals["samples"], totals["tokens"], totals["targets"]),
         )
         return TokenStore(tables.open_tables(self.place, manifest, check_crc=True))
+
+    def _findings(self, parts: Sequence[Path], num_texts: int) -> list[Finding]:
+        """What is suspicious in the texts."""
+        told = [told_of(part)["endless"] for part in parts]
+        number = sum(one["number"] for one in told)
+        if not number:
+            return []
+        tokenizer = self.encoder.tokenizer
+        known = ", ".join(repr(tokenizer.piece(token)) for token in self.encoder.ends) or "none"
+        return [
+            Finding(
+                kind="no stop token is a target",
+                count=number,
+                total=num_texts,
+                unit="texts",
+                where=next(one["first"] for one in told if one["number"]),
+                what=f"tokens that end a completion: {known}",
+                training="the model does not learn from them where an answer ends, so that it goes on until its limit",
+                remedy="Give a chat template that writes one of these tokens after an answer (--data.chat-template), "
+                "or name the token that does end it as eos_token in tokenizer_config.json, or as eos_token_id in "
+                "generation_config.json, beside tokenizer.json",
+            )
+        ]
 
 
 def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:
@@ -179,7 +201,14 @@ def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:
         tables.write_array(draft, name, dtype, (num_tokens,), column_of(parts, name))
     num_targets = sum(int(targets.sum()) for targets in column_of(parts, "targets"))
     largest = max((int(tokens.max(initial=0)) for tokens in column_of(parts, "tokens")), default=0)
-    return {"samples": len(small["digests"]), "tokens": num_tokens, "targets": num_targets, "largest_token": largest}
+    num_texts = len(small["text_ends"])
+    return {
+        "samples": len(small["digests"]),
+        "texts": num_texts,
+        "tokens": num_tokens,
+        "targets": num_targets,
+        "largest_token": largest,
+    }
 
 
 def _fingerprint(draft: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data.findings import Finding
 from openpi_train.data.tables import Tables
 from openpi_train.data.text.text_files import TextFile
 
@@ -27,6 +28,7 @@ class TokenStore:
         self.kind: str = stored.manifest["kind"]
         # How many records were left out, and the first of them; None if none.
         self.dropped: dict[str, Any] | None = stored.manifest["dropped"]
+        self.findings = [Finding.from_json(one) for one in stored.manifest["findings"]]
         self.largest_token: int = stored.manifest["largest_token"]
         arrays = stored.arrays
         self.tokens, self.targets = arrays["tokens"], arrays["targets"]

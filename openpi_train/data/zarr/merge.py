@@ -86,6 +86,8 @@ class _Opened:
     def __init__(self, part: StoreToMerge, prompts: Mapping[str, str]):
         self.store = Store(part.path, cache_bytes=_CACHE_BYTES)
         layout = read_layout(self.store)
+        for name, why in self.store.unread.items():
+            logger.warning("%s: %s is not merged: %s", part.path, name, why)
         self.ends, self.rows = layout.episode_ends, int(layout.episode_ends[-1])
         paths = {path.removeprefix("data/"): info for path, info in self.store.arrays.items() if path[:5] == "data/"}
         named = {name: prompts.get(name, prompt) for name, prompt in layout.tasks}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import image
+from openpi_train.data.damage import raise_if_system
 from openpi_train.data.source import BadRecord
 from openpi_train.data.zarr.store import ArrayInfo
 from openpi_train.data.zarr.zarr_writer import Contents, read_across, write_store
@@ -141,4 +142,5 @@ def _opened(path: Path) -> Iterator[Any]:
         with h5py.File(path, "r") as file:
             yield file
     except OSError as error:
+        raise_if_system(error, path)
         raise BadRecord(f"{path} cannot be read as HDF5: {error}") from error

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data.damage import raise_if_system
+from openpi_train.data.files import naming
+
 EPISODE_ENDS = "meta/episode_ends"
 # Metadata files of a group and of an array, by format.
 _GROUP_FILES = (".zgroup", "zarr.json")
@@ -71,32 +74,64 @@ class Store:
     @functools.cached_property
     def drivers(self) -> dict[str, str]:
         """tensorstore's driver for every array of the groups data and meta, sorted by name."""
-        found = {}
+        return self._listed[0]
+
+    @functools.cached_property
+    def _listed(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The drivers, and groups and arrays in data whose metadata cannot be read, each with the reason."""
+        found, others = {}, {}
         for group in ("data", "meta"):
             folder = self._files / group
             names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else ()
-            for name in names:
+            for name in (f"{group}/{name}" for name in names if not name.startswith(".")):
+                if self._json(f"{name}/.zgroup"):
+                    others[name] = "a group, not an array"
                 for file, driver in _ARRAY_FILES.items():
-                    metadata = self._json(f"{group}/{name}/{file}")
-                    if metadata and metadata.get("node_type", "array") == "array" and not name.startswith("."):
-                        found[f"{group}/{name}"] = driver
-        return found
+                    try:
+                        metadata = self._json(f"{name}/{file}")
+                    except ValueError as error:
+                        others[name] = f"its {file} is not JSON ({error})"
+                        continue
+                    if metadata and metadata.get("node_type", "array") == "array":
+                        found[name] = driver
+                    elif metadata:
+                        others[name] = "a group, not an array"
+        return found, others
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, Any]:
         """The attributes of the root group."""
         return self._json(".zattrs") or self._json("zarr.json").get("attributes", {})
 
-    @functools.cached_property
+    @property
     def arrays(self) -> dict[str, ArrayInfo]:
-        """The metadata of every array, by name."""
-        return {name: self._info(name) for name in self.drivers}
+        """The metadata of the episodes' ends and of every array in data that can be opened, by name."""
+        return self._opened_arrays[0]
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """What else lies in data, by name, each with the reason: groups, texts, objects, scalars."""
+        return {name: why for name, why in self._opened_arrays[1].items() if name.startswith("data/")}
+
+    @functools.cached_property
+    def _opened_arrays(self) -> tuple[dict[str, ArrayInfo], dict[str, str]]:
+        found, others = {}, dict(self._listed[1])
+        for name in (name for name in self.drivers if name == EPISODE_ENDS or name.startswith("data/")):
+            try:
+                found[name] = self._info(name)
+            except ValueError as error:
+                others[name] = str(error)
+        return found, others
 
     def read(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        """Rows of an array; each chunk that they need is decompressed once. Raises BadChunk naming its file."""
+        """Rows of an array; each chunk that they need is decompressed once.
+
+        Raises BadChunk naming its file, OSError if the system fails.
+        """
         try:
             return np.asarray(self._opened(name)[rows].read().result())
         except (ValueError, OSError) as error:
+            raise_if_system(error, self.root / name)
             raise BadChunk(_plain(str(error))) from error
 
     def stamp(self) -> str:
@@ -134,9 +169,10 @@ class Store:
         try:
             opened = self._opened(name)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{self.root}: {name} cannot be opened: {_plain(str(error))}") from error
+            raise_if_system(error, self.root / name)
+            raise ValueError(f"it cannot be opened: {_plain(str(error))}") from error
         if not opened.rank:
-            raise ValueError(f"{self.root}: {name} is a scalar, not an array with one row per control step")
+            raise ValueError("a scalar, not one row per control step")
         return ArrayInfo(
             tuple(opened.shape), np.dtype(opened.dtype.numpy_dtype), opened.chunk_layout.read_chunk.shape[0]
         )
@@ -149,7 +185,8 @@ class Store:
     def _json(self, name: str) -> dict[str, Any]:
         """A metadata file's content; empty if there is no such file."""
         file = self._files / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        with naming(self.root / name):
+            return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def is_zarr(path: str | Path) -> bool:

@@ -26,7 +26,7 @@ from openpi_train.data.progress import Progress
 from openpi_train.data.sidecar import IndexedConfig, Sidecar, first_changed
 from openpi_train.data.source import Source
 from openpi_train.data.zarr.store import BadChunk, Store
-from openpi_train.data.zarr.zarr_layout import TASK_ID, ZarrLayout, pictures, read_layout, require, sort_arrays
+from openpi_train.data.zarr.zarr_layout import TASK_ID, ZarrLayout, pictures, read_layout
 from openpi_train.data.zarr.zarr_source import ZarrSource
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class Zarr(IndexedConfig):
     def column_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each column, per step, from the store's metadata alone."""
         store = self.store()
-        require(store)
-        return {name: shape for name, (_, shape) in sort_arrays(store)[0].items()}
+        return {name: shape for name, (_, shape) in read_layout(store).columns.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +120,7 @@ class ZarrIndex(Sidecar):
             "decoded": {name: [found.st_size, found.st_mtime_ns] for name, found in decoded.items()},
             "dropped": dropped,
             "skipped": {f"data/{name}": why for name, why in layout.skipped.items()},
+            "findings": [finding.as_json() for finding in layout.findings],
         }
 
     def source(self, index: tables.Tables) -> Source:

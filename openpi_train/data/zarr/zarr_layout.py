@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from openpi_train.data.findings import Finding
 from openpi_train.data.source import WIDEST_COLUMN
 from openpi_train.data.zarr.store import EPISODE_ENDS, BadChunk, Store, is_zarr
 
 # Added by `merge.py`: the index of each row's task in the root's attributes.
 TASK_ID, TASKS = "task_id", "tasks"
+# Largest distance of a pixel from a whole number in 0..255.
+_ROUNDING = 1e-3
 # The attribute that holds `About.as_json`.
 ABOUT = "about"
 
@@ -33,6 +36,7 @@ class ZarrLayout:
         skipped: Arrays left out, each with the reason.
         episode_ends: int64 [episodes].
         tasks: name and prompt of each task; empty if the store has none.
+        findings: What is suspicious in the arrays.
     """
 
     columns: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -40,28 +44,28 @@ class ZarrLayout:
     skipped: Mapping[str, str]
     episode_ends: np.ndarray
     tasks: tuple[tuple[str, str], ...]
+    findings: Sequence[Finding] = ()
 
 
 def read_layout(store: Store) -> ZarrLayout:
     """Read the layout, from metadata and `meta/episode_ends` alone.
 
-    Raises FileNotFoundError if there is no replay buffer, ValueError for inconsistent arrays.
+    Raises FileNotFoundError if there is no replay buffer, ValueError if no array has a row for each step.
     """
     root = store.root
     require(store)
     ends = _episode_ends(store)
-    columns, cameras, skipped = sort_arrays(store)
-    for name in (*columns, *cameras):
-        rows = store.arrays[f"data/{name}"].shape[0]
-        if rows != ends[-1]:
-            raise ValueError(
-                f"{root}: data/{name} has {rows} rows, but its last episode ends at {ends[-1]}: the store was not "
-                "written completely, or does not follow diffusion_policy's layout"
-            )
+    columns, cameras, skipped, findings = _sort_arrays(store, len(ends), int(ends[-1]))
+    if not columns and not cameras:
+        found = ", ".join(f"{name}: {why}" for name, why in skipped.items())
+        raise ValueError(
+            f"{root}: none of its arrays has a row for each of the {ends[-1]} steps of {EPISODE_ENDS} ({found}): the "
+            "store was not written completely, or does not follow diffusion_policy's layout"
+        )
     tasks = tuple((str(task["name"]), str(task["prompt"])) for task in store.attributes.get(TASKS, ()))
     if tasks and columns.pop(TASK_ID, ("", None))[1] != ():
         raise ValueError(f"{root} names {len(tasks)} tasks, but has no data/{TASK_ID} with one number per step")
-    return ZarrLayout(columns, cameras, skipped, ends, tasks)
+    return ZarrLayout(columns, cameras, skipped, ends, tasks, findings)
 
 
 def require(store: Store) -> None:
@@ -77,13 +81,14 @@ def require(store: Store) -> None:
         )
 
 
-def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, PictureArray], dict[str, str]]:
-    """Columns, cameras, and skipped arrays with the reason, from the arrays in data/, by name."""
+def _sort_arrays(
+    store: Store, num_episodes: int, num_steps: int
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, PictureArray], dict[str, str], list[Finding]]:
+    """Columns, cameras, skipped arrays with the reason, and what is suspicious, from the arrays in data/, by name."""
     columns: dict[str, tuple[str, tuple[int, ...]]] = {}
     cameras: dict[str, PictureArray] = {}
-    skipped: dict[str, str] = {}
-    episodes = store.arrays[EPISODE_ENDS].shape[0]
-    rows = {info.shape[0] for name, info in store.arrays.items() if name.startswith("data/")}
+    skipped = {name.removeprefix("data/"): why for name, why in store.unread.items()}
+    findings: list[Finding] = []
     for path, info in store.arrays.items():
         group, name = path.split("/", 1)
         shape, width = info.shape[1:], math.prod(info.shape[1:])
@@ -91,35 +96,50 @@ def sort_arrays(store: Store) -> tuple[dict[str, tuple[str, tuple[int, ...]]], d
             continue
         if info.dtype.kind not in "biuf":
             skipped[name] = f"of type {info.dtype}"
+        elif info.shape[0] == num_episodes != num_steps:
+            skipped[name] = "one row per episode, not per step"
+        elif info.shape[0] != num_steps:
+            skipped[name] = f"{info.shape[0]} rows for {num_steps} steps"
+            findings.append(
+                Finding(
+                    kind="an array of another length",
+                    count=1,
+                    unit="arrays",
+                    where=path,
+                    what=skipped[name],
+                    training="it is left out",
+                    remedy="If a robot reads it, write the store again: it was not written completely",
+                )
+            )
+        elif len(shape) == 3 and shape[0] == shape[-1] == 3:
+            skipped[name] = f"{list(shape)} per step: the channel axis is ambiguous"
         elif len(shape) == 3 and 3 in (shape[0], shape[-1]):
-            if shape[0] == shape[-1]:
-                raise ValueError(f"{store.root}: data/{name} is {list(shape)} per step: the channel axis is ambiguous")
             channels_first = shape[0] == 3
             cameras[name] = PictureArray(shape[1:] if channels_first else shape[:2], channels_first)
-        elif info.shape[0] == episodes and len(rows) > 1:
-            skipped[name] = "one row per episode, not per step"
         elif width > WIDEST_COLUMN:
             skipped[name] = f"{width} numbers wide"
         else:
             columns[name] = (info.dtype.name, shape)
-    return columns, cameras, skipped
+    return columns, cameras, skipped, findings
 
 
 def pictures(name: str, values: np.ndarray, camera: PictureArray) -> np.ndarray:
     """Stored pictures as uint8 [n, height, width, 3]. Raises ValueError for values that are not pixels."""
     if values.dtype != np.uint8:
-        # Push-T's pictures are whole numbers in float32.
-        pixels = values.astype(np.uint8)
-        if not np.array_equal(pixels, values):
+        # Push-T's pictures are whole numbers in float32; resizing leaves numbers that are so but for rounding.
+        pixels = np.rint(values).clip(0, 255)
+        if not (np.abs(pixels - values) <= _ROUNDING).all():
             low, high = np.nanmin(values), np.nanmax(values)
             raise ValueError(
                 f"{name} holds numbers from {low:g} to {high:g} that are not all pixels, whole numbers in 0..255"
             )
-        values = pixels
+        values = pixels.astype(np.uint8)
     return np.moveaxis(values, 1, -1) if camera.channels_first else values
 
 
 def _episode_ends(store: Store) -> np.ndarray:
+    if EPISODE_ENDS not in store.arrays:
+        raise ValueError(f"{store.root}: {EPISODE_ENDS} cannot be opened, or is a scalar")
     try:
         ends: Any = store.read(EPISODE_ENDS, slice(None))
     except BadChunk as error:

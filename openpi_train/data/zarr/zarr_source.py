@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import tables
-from openpi_train.data.source import About, BadRecord, column_name
+from openpi_train.data.damage import of_record
+from openpi_train.data.source import About, column_name
 from openpi_train.data.stored import StoredSource
 from openpi_train.data.zarr.store import Store
 from openpi_train.data.zarr.zarr_layout import ABOUT, PictureArray, pictures, read_layout
@@ -53,8 +54,8 @@ class ZarrSource(StoredSource):
             return self._decoded[stored][rows]
         try:
             return np.ascontiguousarray(pictures(stored, self._store.read(f"data/{stored}", rows), layout))
-        except ValueError as error:
-            raise BadRecord(f"{self.describe(int(steps[0]))}, {camera}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise of_record(error, f"{self.describe(int(steps[0]))}, {camera}") from error
 
     def about(self) -> About:
         """See `Source.about`; read from the store's attributes if `data convert` wrote it."""

@@ -7,6 +7,7 @@ DeepSpeed's defaults.
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 
 from openpi_train.interop.config_file import ConfigFile, Flag, words
 from openpi_train.interop.deepspeed.unmapped import UNMAPPED
+from openpi_train.launch import guide_files
 from openpi_train.runtime.exits import UsageError
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
 _TOTAL, _ROWS, _ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -40,11 +44,24 @@ _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedFlags:
-    """A translated file: flags, a line per key, and by flag the values still to give."""
+    """A translated file."""
 
-    flags: tuple[Flag, ...]
-    lines: tuple[str, ...]
-    missing: Mapping[str, str]
+    file: ConfigFile
+
+    @property
+    def flags(self) -> tuple[Flag, ...]:
+        """The flags."""
+        return tuple(words(name, value) for name, value in self.file.flags.items())
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """A line per key."""
+        return self.file.lines()
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """The values that are still to give, by flag, with the reason."""
+        return self.file.missing
 
     def report(self) -> str:
         """A report of every key and its result, missing values, and all flags in one line."""
@@ -74,7 +91,7 @@ class DeepSpeedFlags:
 def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpeedFlags:
     """Translate a DeepSpeed config file to flags. Raises UsageError if it is invalid or contradicts itself."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(guide_files.found(path)).read_text(encoding="utf-8")
         config = json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
     except OSError as error:
         raise UsageError(f"the DeepSpeed config {path} cannot be read: {error.strerror}") from error
@@ -86,6 +103,14 @@ def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpee
         return translate(config, num_devices)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def before_given(file: str, given: Sequence[str]) -> list[str]:
+    """The flags of a DeepSpeed config, which are logged, followed by the `given` ones."""
+    translation = translate_file(file)
+    words = translation.before(given)
+    logger.info("%s, key by key:\n%s", file, translation.report())
+    return words
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,8 +144,8 @@ def translate(config: Mapping[str, Any], num_devices: int | None = None) -> Deep
     _optimizer(file)
     _schedule(file)
     _others(file)
-    lines = file.lines()
-    return DeepSpeedFlags(tuple(words(name, value) for name, value in file.flags.items()), lines, file.missing)
+    file.lines()  # refuses unknown keys
+    return DeepSpeedFlags(file)
 
 
 def _tensor_devices(file: ConfigFile) -> int:

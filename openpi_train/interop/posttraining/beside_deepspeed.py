@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from openpi_train.interop.config_file import Flag, words
-from openpi_train.interop.deepspeed.flags import STRATEGIES, translate_file
+from openpi_train.interop.deepspeed.flags import STRATEGIES, DeepSpeedFlags, translate_file
 from openpi_train.interop.posttraining.yaml_config import YamlConfig
 from openpi_train.interop.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
@@ -20,11 +20,21 @@ _SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BesideDeepSpeed:
-    """The flags of the DeepSpeed file at `path` by the field that they set; no flags without a file."""
+    """The DeepSpeed file at `path`, translated; None without a file."""
 
     path: str = ""
-    flags: Mapping[str, Flag] = dataclasses.field(default_factory=dict)
-    lines: tuple[str, ...] = ()
+    translated: DeepSpeedFlags | None = None
+
+    @property
+    def flags(self) -> Mapping[str, Flag]:
+        """The flags of the file by the field that they set."""
+        found = {} if self.translated is None else self.translated.file.flags
+        return {name: words(name, value) for name, value in found.items()}
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """A line per key of the file, under its name: what it gives the run, after `joined`."""
+        return () if self.translated is None else (f"{self.path}:", *self.translated.lines)
 
     @property
     def has_total(self) -> bool:
@@ -57,7 +67,6 @@ class BesideDeepSpeed:
         differ in anything else.
         """
         own = {name: words(name, value) for name, value in file.flags.items()}
-        replaced = any(name.startswith(_SCHEDULE) and name != _RATE for name in own)
         differ = []
         for name, flag in own.items():
             replaces = name.startswith(_SCHEDULE) or name in (*_BATCH, "log-interval") or flag[1:] == ("auto",)
@@ -66,8 +75,17 @@ class BesideDeepSpeed:
                 differ.append(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
         if differ:
             raise contradiction("; ".join(differ))
-        left_out = {name for name in self.flags if replaced and name.startswith(_SCHEDULE) and name != _RATE}
-        return (*(flag for name, flag in self.flags.items() if name not in own.keys() | left_out), *own.values())
+        schedule = [key for name in own if _is_schedule(name) for key in file.origin[name]]
+        for name, flag in self.flags.items():
+            by = file.origin[name] if name in own else schedule if _is_schedule(name) else ()
+            if self.translated and by and not (name in own and _same(own[name], flag)):
+                self.translated.file.left_out(name, f"replaced by {', '.join(dict.fromkeys(by))}")
+        return (*(flag for name, flag in self.flags.items() if name not in own), *own.values())
+
+
+def _is_schedule(name: str) -> bool:
+    """Whether a flag is of the schedule, and not the rate alone."""
+    return name.startswith(_SCHEDULE) and name != _RATE
 
 
 def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
@@ -94,16 +112,7 @@ def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
     file.note("translated below", *paths)
     if path is None:
         return BesideDeepSpeed()
-    translated = translate_file(path)
-    flags = {_name(flag): flag for flag in translated.flags}
-    return BesideDeepSpeed(path=path, flags=flags, lines=(f"{path}:", *translated.lines))
-
-
-def _name(flag: Flag) -> str:
-    """The name of the field that a flag sets."""
-    head, _, last = flag[0].removeprefix("--").rpartition(".")
-    last = last.removeprefix("no-") if len(flag) == 1 else last
-    return f"{head}.{last}" if head else last
+    return BesideDeepSpeed(path=path, translated=translate_file(path))
 
 
 def _same(one: Flag, other: Flag) -> bool:

@@ -33,14 +33,17 @@ DEFAULTS: Mapping[Algorithm, PracticeDefaults] = {
 _NEW_TOKENS = 256
 
 # Flags of numbers, by the names of their keys.
-_NUMBERS = {"objective.entropy-weight": "entropy_coef ent_coef entropy_coeff"}
+_NUMBERS = {
+    "objective.entropy-weight": "entropy_coef ent_coef entropy_coeff",
+    "objective.clip-most": "clip_ratio_c",
+}
 _NUMBERS_OF_PPO = {
     "objective.value-weight": "vf_coef value_loss_coef value_coef vf_coeff",
     "objective.value-clip": "value_clip_range cliprange_value clip_range_value clip_range_vf value_clip",
     "practice.advantages.gamma": "gamma",
     "practice.advantages.lam": "lam gae_lambda lambd lambda",
 }
-_NUMBERS_OF_GRPO = {"objective.clip-most": "delta"}
+_NUMBERS_OF_GRPO = {"objective.clip-most": "delta clip_ratio_c"}
 _SWITCHES_OF_PPO = {
     "practice.advantages.whiten": "whiten_advantages normalize_advantages normalize_advantage",
     "practice.advantages.whiten-rewards": "whiten_rewards",

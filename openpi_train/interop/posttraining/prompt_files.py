@@ -3,16 +3,18 @@
 Read next: `text_sources.py`.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from openpi_train.data.text.text_data import TextDataset
+from openpi_train.data.text.text_files import entry_of
 from openpi_train.interop.posttraining.text_sources import TextSource
 from openpi_train.runtime.exits import UsageError
 
 # Columns of prompts, and of what completions may be compared with.
 PROMPTS = ("prompt", "query", "question")
-_REFERENCES = ("completion", "response", "answer", "solution", "ground_truth", "reference")
+_REFERENCES = ("completion", "response", "answer", "solution", "ground_truth", "reference", "reward_model.ground_truth")
 
 
 def prompt_datasets(sources: Sequence[TextSource]) -> tuple[Literal["texts", "prompts"], tuple[TextDataset, ...]]:
@@ -43,5 +45,10 @@ def _prompt(path: str, record: Mapping[str, Any]) -> str:
 
 
 def _reference(record: Mapping[str, Any], prompt: str) -> str | None:
-    """The first column that could be one: a text beside a text, a conversation beside a conversation."""
-    return next((name for name in _REFERENCES if isinstance(record.get(name), type(record[prompt]))), None)
+    """The first column that could be one: a text, or a conversation beside a conversation."""
+    for name in _REFERENCES:
+        with contextlib.suppress(ValueError):
+            found = entry_of(record, name)
+            if isinstance(found, str) or (found is not None and isinstance(found, type(record[prompt]))):
+                return name
+    return None

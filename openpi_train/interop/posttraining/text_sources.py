@@ -12,6 +12,7 @@ from openpi_train.data.text.text_data import TextDataset
 from openpi_train.data.text.text_files import find_files, names_a_path, parsed
 from openpi_train.interop.posttraining.yaml_config import Algorithm, YamlConfig
 from openpi_train.interop.yaml_file import contradiction
+from openpi_train.launch import guide_files
 from openpi_train.runtime.exits import UsageError
 
 # The datasets that each algorithm reads, the first that the file has.
@@ -182,7 +183,7 @@ def _read_entries(file: YamlConfig, key: str) -> list[dict[str, Any]]:
         weight = entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
             raise UsageError(f"weight of {where} is {json.dumps(weight)}; it must be a number above 0")
-        found.append(dict(entry))
+        found.append({**entry, "path": guide_files.found(entry["path"])})
     if not found:
         raise UsageError(f"{key} is empty: name a file")
     return found

@@ -1,6 +1,7 @@
 """A reward function of the user's, or one that may hang, in a spawned process that is killed if it takes too long.
 
-It may hang, end its process or use any library, and training goes on or ends with an error that names it.
+It may hang, end its process, start programs or use any library, and training goes on or ends with an error that names
+it. The process leads a session of its own, so that what it has started ends with it (`process_group.py`).
 Must not import jax: the spawned process imports this module. Read next: `text_reward.py`.
 """
 
@@ -10,6 +11,7 @@ import importlib
 import inspect
 import logging
 import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -18,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from openpi_train.practice.rewards.process_group import end_group, lead_group
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.own_file import import_file
 
@@ -28,6 +31,8 @@ _START_S = 120.0
 # Seconds between looks whether the run is asked to stop.
 _LOOK_S = 1.0
 _SHOWN = 80  # characters of a prompt in a message
+# So many completions in a row may end the process: then it is the function, and not what a policy wrote.
+_MOST_DEATHS = 8
 
 # Functions of this package by their names, each of which needs the package of its name.
 PACKAGED = {"math_verify": "openpi_train.practice.rewards.math_answers:is_right"}
@@ -79,7 +84,8 @@ class FunctionReward:
 
     Args:
         timeout_s: the longest time of a call. The process is then killed and the next call gets a new one.
-        on_timeout: "error" raises DataError; "none" gives the completion no reward, with a warning.
+        on_timeout: "error" raises DataError; "none" gives the completion no reward, with a warning. A call that ends
+            its process counts as one that takes too long, up to `_MOST_DEATHS` in a row.
         is_stopping: whether the run is asked to stop.
     """
 
@@ -95,10 +101,12 @@ class FunctionReward:
         self._process: Any = None
         self._connection: Connection | None = None
         self._looked = time.monotonic()
+        self._deaths = 0
 
     def __call__(self, texts: Sequence[Texts]) -> list[float | None]:
-        """The rewards. Raises DataError if the function raises, ends its process or takes too long, and
-        InterruptedReward if the run is asked to stop."""
+        """The rewards. Raises DataError if the function raises, or ends its process or takes too long and that is an
+        error, and InterruptedReward if the run is asked to stop.
+        """
         return [self._one(one) for one in texts]
 
     def start(self) -> None:
@@ -106,44 +114,78 @@ class FunctionReward:
         self._started()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and all that it has started."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()
+            end_group(self._process.pid)
             self._process.join()
         self._process = self._connection = None
 
     def _one(self, texts: Texts) -> float | None:
+        if self._process is not None and self._has_ended():
+            self.close()  # it was killed between two calls, of which this completion knows nothing
         connection = self._started()
         try:
             connection.send(texts)
-            if not self._answers(connection):
-                self.close()
-                if self._on_timeout == "none":
-                    logger.warning("%s took longer than %g s and was killed", self._told(texts), self._timeout_s)
-                    return None
-                raise DataError(
-                    f"{self._told(texts)} took longer than {self._timeout_s:g} s and was killed. Make it faster, raise "
-                    "--practice.reward-timeout-s, or give such completions no reward: --practice.on-reward-timeout none"
-                )
-            value, problem = connection.recv()
+            is_in_time = self._answers(connection)
+            value, problem = connection.recv() if is_in_time else (None, None)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            return self._without(f"{self._told(texts)} has ended its process ({self._end()})", error)
+        if not is_in_time:
             self.close()
-            raise DataError(f"{self._told(texts)} has ended its process") from error
+            return self._without(f"{self._told(texts)} took longer than {self._timeout_s:g} s and was killed")
+        self._deaths = 0
         if problem is not None:
             raise DataError(f"{self._told(texts)} has failed:\n{problem}")
         return value
 
+    def _without(self, told: str, death: Exception | None = None) -> None:
+        """No reward, with a warning, if that is allowed. Raises DataError otherwise."""
+        self._deaths = self._deaths + 1 if death else 0
+        if self._on_timeout == "none" and self._deaths < _MOST_DEATHS:
+            logger.warning("%s", told)
+            return
+        if self._on_timeout == "none":
+            raise DataError(
+                f"{told}, as {self._deaths - 1} completions before it in a row: mend the function"
+            ) from death
+        remedy = "Mend it" if death else "Make it faster, raise --practice.reward-timeout-s"
+        raise DataError(
+            f"{told}. {remedy}, or give such completions no reward: --practice.on-reward-timeout none"
+        ) from death
+
+    def _end(self) -> str:
+        """How the process has ended, which is closed."""
+        process, until = self._process, time.monotonic() + _LOOK_S
+        while not (has_ended := self._has_ended()) and time.monotonic() < until:
+            time.sleep(0.01)  # its files are closed a little before
+        self.close()
+        if not has_ended or process.exitcode >= 0:
+            return f"exit code {process.exitcode}" if has_ended else "it closed its files"
+        name = signal.Signals(-process.exitcode).name
+        return f"killed by {name}" + (", as the system does that has no memory left" if name == "SIGKILL" else "")
+
     def _answers(self, connection: Connection) -> bool:
-        """Whether there is an answer in time. Raises InterruptedReward if the run is asked to stop meanwhile."""
+        """Whether there is an answer in time.
+
+        Raises InterruptedReward if the run is asked to stop meanwhile, EOFError if the process ends. A copy of it may
+        hold the other end of the connection.
+        """
         until = time.monotonic() + self._timeout_s
         while True:
             left = max(until - time.monotonic(), 0.0)
-            is_there = connection.poll(min(left, _LOOK_S))
+            has_ended = self._has_ended()
+            is_there = connection.poll(0 if has_ended else min(left, _LOOK_S))
             self._look()
+            if has_ended and not is_there:
+                raise EOFError
             if is_there or not left:
                 return is_there
+
+    def _has_ended(self) -> bool:
+        """Whether the process has ended. It is not waited for, so that its number remains its own (`end_group`)."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _look(self) -> None:
         """Raise InterruptedReward if the run is asked to stop; that is looked for every second at most."""
@@ -183,7 +225,8 @@ class FunctionReward:
 
 def _serve(connection: Connection, name: str) -> None:
     """The process: says whether the function is there, then answers until the other end is closed."""
-    for signum in (signal.SIGTERM, signal.SIGINT):  # of a whole group: the run ends this process itself
+    lead_group()
+    for signum in (signal.SIGTERM, signal.SIGINT):  # of a whole Slurm step: the run ends this process itself
         signal.signal(signum, signal.SIG_IGN)
     file, _, function = PACKAGED.get(name, name).rpartition(":")
     try:
@@ -200,6 +243,7 @@ def _serve(connection: Connection, name: str) -> None:
         try:
             texts = connection.recv()
         except EOFError:
+            end_group(os.getpid())
             return
         try:
             value = found(*texts)

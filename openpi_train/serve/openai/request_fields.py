@@ -1,5 +1,6 @@
 """The fields of a request by type and range; a field that is not read is refused. Read next: `text_request.py`."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,8 @@ class RequestFields:
         value = self.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
             place = self.place(name)
-            known = f"; it may be {' or '.join(map(repr_of, allowed))}" if allowed else ""
+            shown = [repr_of(one) for number, one in enumerate(allowed) if one not in allowed[:number]]
+            known = f"; it may be {' or '.join(shown)}" if shown else "; leave it out"
             raise invalid(f"{place} {repr_of(value)} is not supported{why}{known}", place, "unsupported_value")
 
     def ignore(self, *names: str) -> None:
@@ -103,9 +105,14 @@ def checked_text(value: Any, place: str) -> str:
 
 
 def repr_of(value: Any) -> str:
-    """The value as errors show it: short, in ASCII, and lists and objects by their size."""
+    """The value as errors show it: short, and in ASCII."""
     if isinstance(value, list | dict):
-        return f"(a {'list' if isinstance(value, list) else 'JSON object'} of {len(value)})"
+        shown = ""
+        for piece in json.JSONEncoder().iterencode(value):  # no more of a large one than is shown
+            shown += piece[: _SHOWN + 1]
+            if len(shown) > _SHOWN:
+                return f"{shown[:_SHOWN]}..."
+        return shown
     if isinstance(value, str):
         shown = ascii(value[:_SHOWN])[1:-1]
         return f'"{shown}{"..." if len(value) > _SHOWN else ""}"'

@@ -28,7 +28,24 @@ _IGNORED = (
     *("prompt_cache_key", "prompt_cache_retention", "service_tier"),
 )
 
-Message = Mapping[str, str]
+# vLLM's fields that this server has not, by the values that change nothing.
+_WITHOUT_EFFECT = {
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "priority": (0,),
+}
+_NO_TOOLS = ": this server makes no tool calls"
+
+# Contents are texts, or lists of parts that are texts, of which the chat template makes one.
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -59,6 +76,7 @@ def completion_request(given: Mapping[str, Any]) -> TextRequest:
     max_tokens = fields.integer("max_tokens", 1, _MOST_TOKENS)
     fields.only("echo", False)
     fields.only("suffix")
+    fields.only("add_special_tokens", True)
     common = _common(fields)
     fields.only("best_of", 1, common["num_choices"], why=" unless it is n")
     fields.refuse_others()
@@ -84,6 +102,10 @@ def chat_request(given: Mapping[str, Any]) -> TextRequest:
     limits = [fields.integer(name, 1, _MOST_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
     if None not in limits and limits[0] != limits[1]:
         raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+    fields.only("add_generation_prompt", True)
+    fields.only("continue_final_message", False)
+    fields.only("echo", False)
+    fields.only("add_special_tokens", False)
     _refuse_tools(fields)
     variables = _variables(fields)
     common = _common(fields)
@@ -115,6 +137,8 @@ def _common(fields: RequestFields) -> dict[str, Any]:
     for penalty in ("presence_penalty", "frequency_penalty"):
         fields.only(penalty, 0, 0.0)
     fields.only("logit_bias", {})
+    for name, allowed in _WITHOUT_EFFECT.items():
+        fields.only(name, *allowed)
     fields.ignore(*_IGNORED)
     return {
         "model": model,
@@ -180,42 +204,42 @@ def _message(value: Any, place: str) -> Message:
     role = fields.text("role")
     if role not in _ROLES:
         raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
+    for name, empty in (("tool_calls", []), ("function_call", None), ("audio", None)):
+        fields.only(name, *([] if empty is None else [empty]), why="" if name == "audio" else _NO_TOOLS)
     found = {"role": role, "content": _content(fields)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (text := fields.text(name)) is not None:
             found[name] = text
-    for name in ("tool_calls", "function_call", "audio"):
-        fields.only(name, [])
     fields.ignore("refusal", "annotations")
     fields.refuse_others()
     return found
 
 
-def _content(fields: RequestFields) -> str:
-    """The text of a message; the texts of several parts are joined by line breaks."""
+def _content(fields: RequestFields) -> str | list[Any]:
+    """The content of a message: a text, or parts that are texts, as training data have them (`message_content.py`)."""
     value = fields.get("content")
     if not isinstance(value, list):
         if value is None:
             raise fields.wrong("content", "a text, or a list of parts with type and text")
         return checked_text(value, fields.place("content"))
-    texts = []
+    parts = []
     for number, part in enumerate(value):
         place = f"{fields.place('content')}[{number}]"
         if not isinstance(part, dict):
             raise invalid(f"{place} must be an object with type and text", place)
         of_part = RequestFields(part, place)
         of_part.only("type", "text")
-        texts.append(checked_text(of_part.get("text"), f"{place}.text"))
+        parts.append({"type": "text", "text": checked_text(of_part.get("text"), f"{place}.text")})
         of_part.refuse_others()
-    return "\n".join(texts)
+    return parts
 
 
 def _refuse_tools(fields: RequestFields) -> None:
     """Refuse tools and other forms of answers; accept the values that mean none of them."""
     for name in ("tools", "functions"):
-        fields.only(name, [])
-    fields.only("tool_choice", "none", "auto")
-    fields.only("function_call", "none", "auto")
+        fields.only(name, [], why=_NO_TOOLS)
+    for name in ("tool_choice", "function_call"):
+        fields.only(name, "none", "auto", why=_NO_TOOLS)
     fields.ignore("parallel_tool_calls")
     fields.only("response_format", {"type": "text"})
     fields.only("modalities", ["text"])

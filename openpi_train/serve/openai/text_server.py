@@ -25,6 +25,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from openpi_train.data.text.message_content import text_of
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.serve.api_key import ApiKey
@@ -259,7 +260,7 @@ class TextServer:
         parts: list[list[NewText]] = [[] for _ in asked.rows]
         async for index, new in self._news(asked, events, started):
             parts[index].append(new)
-        usage = self._usage(asked, [sum(len(new.tokens.tokens) for new in own) for own in parts])
+        usage = self._usage(asked, [sum(new.num_made for new in own) for own in parts])
         content = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: to_json(asked.answers.whole(parts, usage))
         )
@@ -274,7 +275,7 @@ class TextServer:
             if new.text or new.tokens.tokens or new.tokens.finish_reason:
                 await exchange.event(asked.answers.chunk(index, new, lengths[index]))
             lengths[index] += len(new.text)
-            counts[index] += len(new.tokens.tokens)
+            counts[index] += new.num_made
         usage = self._usage(asked, counts)
         if asked.include_usage:
             await exchange.event(asked.answers.usage_chunk(usage))
@@ -335,8 +336,8 @@ class TextServer:
         if not isinstance(prompt, str) and not is_chat:
             return list(prompt)
         most = _MOST_CHARACTERS_PER_TOKEN * self._texts.generator.max_length
-        texts = [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]
-        if (count := sum(map(len, texts))) > most:
+        values = [prompt] if isinstance(prompt, str) else [value for message in prompt for value in message.values()]
+        if (count := sum(len(text_of(value)) for value in values)) > most:
             raise self._too_long(f"your prompt has {count} characters, more than {most}")
         if is_chat and not self._texts.templates:
             raise invalid("this model has no chat template; use /v1/completions", "messages")

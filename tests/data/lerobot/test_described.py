@@ -21,7 +21,7 @@ from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.fields import as_json
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.policy.experiment_json import experiment_from_json
-from openpi_train.robots.dataset_arm import DatasetArm
+from openpi_train.robots.dataset_arm import GRIPPERS, DatasetArm
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.types import OPENPI_SLOTS
 
@@ -39,6 +39,7 @@ def test_dims_names_rate_and_cameras_are_the_datasets():
         state_dims=JOINTS,
         action_dims=JOINTS,
         rate_hz=10.0,
+        grippers=GRIPPERS,
     )
     source = LeRobot(path=str(FOLDER)).open()
     steps = robot.read(source.columns, source.episode_ends)
@@ -54,10 +55,6 @@ def test_relative_are_dims_of_the_states_names_but_grippers():
     _, seen = robot.to_model(state, actions)
     assert seen is not None and seen[0].tolist() == [10, 9, 8, 7, 6, 5, 10]
     np.testing.assert_array_equal(robot.from_model(seen, state), actions)
-    others = dataclasses.replace(robot, action_dims=("joint_0", "joint_5", "gripper", "x"))
-    assert others.delta_mask == (True, False, False, False)
-    with pytest.raises(ValueError, match=r"no action dim \(x, gripper\) has the name of the state dim at its place"):
-        dataclasses.replace(robot, action_dims=("x", "gripper"), state_dims=("y", "gripper"))
 
 
 @pytest.fixture
@@ -83,6 +80,19 @@ def test_other_names_are_known_and_dims_without_names_are_numbered(changed):
     assert (robot.state_columns, robot.action_columns) == (("state",), ("actions",))
     assert robot.state_dims == tuple(f"state_{number}" for number in range(7))
     assert robot.action_dims == tuple(f"action_{number}" for number in range(7))
+
+
+def test_a_robot_of_one_dim_is_one(changed):
+    folder = changed(
+        observation__state={"observation.state": {"shape": [1], "names": ["lift_m"]}},
+        action={"action": {"shape": [1], "names": ["lift_m"]}},
+    )
+    robot = described(folder, relative=True)
+    assert robot.state_dims == robot.action_dims == ("lift_m",) and robot.delta_mask == (True,)
+    columns = {"observation/state": np.arange(3.0), "action": np.arange(3.0) + 1}
+    steps = robot.read(columns, np.array([3]))
+    assert steps.state.tolist() == [[0], [1], [2]] and steps.actions.tolist() == [[1], [2], [3]]
+    np.testing.assert_array_equal(robot.to_model(steps.state, steps.actions[:, None])[1], np.ones((3, 1, 1)))
 
 
 def test_a_dataset_without_a_state_is_refused_with_what_it_has(changed):

@@ -72,3 +72,33 @@ def test_files_with_other_columns_are_refused_by_name(folder):
     parquet.write_table(table.append_column("force", pa.array([1.0] * len(table))), folder / "c.parquet")
     with pytest.raises(ValueError, match=r"c.parquet has other columns than .*a.parquet"):
         opened(folder)
+
+
+def test_columns_with_rows_of_other_lengths_or_nulls_are_left_out_by_the_row(folder):
+    rows = len(parquet.read_table(folder / "b.parquet"))
+    columns = {
+        "ragged": pa.array([[0.0, 1, 2], [3.0, 4, 5, 6, 7], *[[0.0] * 4] * (rows - 2)]),
+        "fixed": pa.array([[1.0, 2], None, *[[3.0, 4]] * (rows - 2)], pa.list_(pa.float32(), 2)),
+        "holed": pa.array([[1.0, None], *[[3.0, 4]] * (rows - 1)]),
+        "whole": pa.array([[1, 2]] * rows, pa.list_(pa.int64(), 2)),
+    }
+    table = parquet.read_table(folder / "b.parquet")
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    (folder / "one").mkdir()
+    parquet.write_table(table, folder / "one" / "b.parquet")
+    (folder / "one" / "._b.parquet").write_bytes(b"\0\5\x16\7")
+    source = opened(folder / "one")
+    assert set(source.columns) == {"state", "action", "whole"}
+    left_out = source.about().left_out
+    assert left_out["ragged"] == "its rows hold 3, 4, 5 numbers"
+    assert left_out["fixed"].startswith("row 1 is null") and left_out["holed"].startswith("row 0 is null")
+    shutil.copy(folder / "b.parquet", folder / "one" / "c.parquet")
+    table = parquet.read_table(folder / "b.parquet")
+    short = pa.array([[0.0], *table["action"].to_pylist()[1:]])
+    place = table.schema.get_field_index("action")
+    parquet.write_table(table.set_column(place, "action", short), folder / "one" / "b.parquet")
+    with pytest.raises(
+        ValueError, match=r"has other columns.*\. action is left out of one: its rows hold 1, \d numbers"
+    ):
+        opened(folder / "one")

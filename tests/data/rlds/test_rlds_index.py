@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from rlds_toy import toy_source, write_toy
 
-from openpi_train.data import progress, tables
+from openpi_train.data import progress, sidecar, tables
 from openpi_train.data.rlds import rlds_index
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.source import BadRecord
+from openpi_train.runtime.exits import DataError
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_shard_that_changes_under_a_run_is_a_bad_record(toy, tmp_path):
     source = toy_source(toy, tmp_path / "cache").open()
     path = shard_paths(toy)[0]
     path.write_bytes(path.read_bytes() + b"more")
-    with pytest.raises(BadRecord, match=r"record 0, episode 0, step 0 of 3.*file changed since its index was built"):
+    with pytest.raises(DataError, match=r"record 0, episode 0, step 0 of 3.*file changed since its index was built"):
         source.frames(np.array([0]), "observation/wrist")
 
 
@@ -177,7 +178,7 @@ def test_damaged_index_file_is_named_and_made_again(toy, tmp_path, scanned, capl
         f"{root / name / 'columns/action.npy'} is damaged": lambda: flip(root / name / "columns/action.npy", -1),
         f"{root / name / 'prompts.json'} is missing": (root / name / "prompts.json").unlink,
         "is damaged (KeyError('shards')": lambda: (root / "manifest.json").write_text(
-            f'{{"format": 1, "metadata_sha256": "{source.stored.manifest["metadata_sha256"]}"}}'
+            f'{{"format": {sidecar.FORMAT}, "metadata_sha256": "{source.stored.manifest["metadata_sha256"]}"}}'
         ),
         "manifest.json cannot be read": lambda: (root / "manifest.json").write_text("{torn"),
     }

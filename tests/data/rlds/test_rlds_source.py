@@ -229,6 +229,12 @@ def test_missing_dataset_split_shard_and_metadata_are_named_with_what_to_do(toy,
     shards[1].unlink()
     with pytest.raises(FileNotFoundError, match=rf"1 of the {len(shards)} shards .* are missing in .*{shards[1].name}"):
         toy_source(copy, tmp_path).open()
+    whole = toy_source(toy, tmp_path).open()
+    source = toy_source(copy, tmp_path, on_bad_record="skip").open()
+    assert 0 < source.num_dropped < whole.num_episodes == source.num_dropped + source.num_episodes
+    assert set(source.episode_ids) < set(whole.episode_ids)
+    shutil.copy(toy / shards[1].name, shards[1])
+    assert toy_source(copy, tmp_path, on_bad_record="skip").open().fingerprint == whole.fingerprint
     (copy / "features.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no features\.json"):
         toy_source(copy, tmp_path).open()

@@ -52,9 +52,16 @@ def test_an_implicit_prompt_is_what_both_share_in_whole_words_or_messages(chosen
 def test_a_string_prompt_beside_whole_conversations_is_implicit():
     found = example_of({"prompt": " What is two  plus two?", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]})
     assert (found.prompt, found.completions) == (USER, (ANSWER, OTHER))
-    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is?"}]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": "is?"}]}]
     found = example_of({"prompt": "What is?", "chosen": [*parts, *ANSWER], "rejected": [*parts, *OTHER]})
     assert (found.prompt, found.completions) == (parts, (ANSWER, OTHER))
+
+
+def test_a_string_after_a_conversation_is_the_assistants_answer():
+    found = example_of({"prompt": USER, "completion": "It is four."})
+    assert (found.type, found.completions) == (ExampleType("prompt/completion", True), (ANSWER,))
+    found = example_of({"prompt": USER, "chosen": "It is four.", "rejected": "It is five."})
+    assert (found.type, found.prompt, found.completions) == (ExampleType("preference", True), USER, (ANSWER, OTHER))
 
 
 def test_further_columns_have_their_meaning_and_others_none():
@@ -92,8 +99,8 @@ def test_further_columns_have_their_meaning_and_others_none():
         ),
         ({"prompt": "is four", "chosen": [*USER, *ANSWER], "rejected": [*USER, *OTHER]}, "would be lost"),
         (
-            {"prompt": USER, "chosen": "b", "rejected": "c"},
-            "prompt is a list, chosen is a string, rejected is a string: all texts of a record must be strings",
+            {"prompt": "a", "completion": ANSWER},
+            "prompt is a string, completion is a list: all texts of a record must be strings",
         ),
         ({"messages": chats.ONE, "tools": "[{]"}, "tools is a string that is no JSON"),
         (
@@ -102,7 +109,8 @@ def test_further_columns_have_their_meaning_and_others_none():
         ),
         ({"messages": chats.ONE, "tools": ["{}"]}, "tools is a list with other entries than objects"),
         ({"messages": chats.ONE, "chat_template_kwargs": {"tools": "[1]"}}, "tools is a list with other entries"),
-        ({"prompt": USER, "completion": "b"}, "prompt is a list, completion is a string"),
+        ({"prompt": USER, "completion": 3}, "completion is a number; allowed: a string, or a list of messages"),
+        ({"chosen": USER, "rejected": "c"}, "chosen is a list, rejected is a string"),
         ({"text": chats.ONE}, "text is a list"),
         ({"messages": "a"}, "messages is a string"),
         ({"messages": ["a"]}, "message 0 of messages"),

@@ -392,6 +392,24 @@ def test_batches_are_the_same_on_any_number_of_devices_and_after_seeking(made):
     assert all(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) in shapes for batch in one)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_another_batch_size_goes_on_behind_the_texts_that_were_seen(made, packing):
+    _, data = made(SUMS, packing=packing)
+    found, position = [], None
+    for batch_size, num_steps in ((BATCH, 2), (4, 1), (2 * BATCH, 1)):
+        feed = data.feed(batch_size=batch_size, sharding=sharding(), num_workers=0, cores=None)
+        if position is not None:
+            feed.seek(position)
+        found += [np.asarray(feed.next().tokens) for _ in range(num_steps)]
+        position = json.loads(json.dumps(feed.position()))
+        feed.close()
+    expected = data.train.batch(np.arange(4 * BATCH + 4))[0]["tokens"]
+    assert position["rows"] == len(expected)
+    for number, row in enumerate(row for batch in found for row in batch):  # batches differ in their length
+        np.testing.assert_array_equal(row, expected[number, : len(row)])
+        assert not expected[number, len(row) :].any()
+
+
 def test_a_run_that_goes_on_names_the_files_that_changed(made, tmp_path):
     config, _ = made(SUMS)
     folder = tmp_path / "folder"

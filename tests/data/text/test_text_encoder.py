@@ -3,10 +3,12 @@
 import chats
 import numpy as np
 import pytest
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from openpi_train.data.text.examples import example_of
-from openpi_train.data.text.text_encoder import TextEncoder
+from openpi_train.data.text.text_encoder import TextEncoder, inside
+from openpi_train.data.text.text_tokenizer import Pieces
 
 USER, ANSWER = chats.ONE[:1], chats.ONE[1:]
 OTHER = [{"role": "assistant", "content": "It is five."}]
@@ -31,6 +33,35 @@ def test_a_text_has_bos_and_eos_and_all_its_tokens_are_targets():
     assert found.tokens.tolist() == [*ids("It is four."), 2] and found.targets.all()
     (found,) = encoder().encode(example_of({"text": "It is four.</s>"}))
     assert found.tokens.tolist() == ids("It is four.</s>")  # ended already
+
+
+def test_texts_that_were_rendered_beforehand_begin_and_end_once():
+    rendered = "<s><|im_start|>user\nfour?<|im_end|>\n"
+    of = encoder()
+    for text, tokens in [
+        ("<s>It is four.", [*ids("It is four."), 2]),
+        ("<s>It is four.</s>", ids("It is four.</s>")),
+        ("It is four.</s>\n", ids("It is four.</s>\n")),
+        ("It is four.</s> \n\n", ids("It is four.</s> \n\n")),
+        ("It is</s>\n four.", [*ids("It is</s>\n four."), 2]),
+        (rendered, [*ids(rendered.removeprefix("<s>")), 2]),
+    ]:
+        (found,) = of.encode(example_of({"text": text}))
+        assert (found.tokens.tolist(), found.targets.all()) == (tokens, True)
+    prompt, answer = rendered + "<|im_start|>assistant\n", "It is four.</s>\n"
+    (found,) = of.encode(example_of({"prompt": prompt, "completion": answer}))
+    assert found.tokens.tolist() == ids(prompt.removeprefix("<s>") + answer)
+    assert target_text(of, found) == answer
+    (found,) = of.encode(example_of({"prompt": prompt}))
+    assert found.tokens.tolist() == ids(prompt.removeprefix("<s>"))
+
+
+def test_a_text_that_ends_as_the_models_turns_do_has_ended():
+    files = chats.files() | {"generation_config.json": b'{"eos_token_id": [2, 4]}'}
+    of = TextEncoder(tokenizer=chats.TextTokenizer(files, "tiny"), templates={})
+    (found,) = of.encode(example_of({"text": "four.<|im_end|>\n"}))
+    assert found.tokens.tolist() == ids("four.<|im_end|>\n")
+    assert of.digest != encoder().digest
 
 
 @pytest.mark.parametrize("make", [chats.byte_level, chats.word_pieces])
@@ -116,6 +147,55 @@ def test_tools_go_to_the_template_made_for_them():
     assert '"description": "a < b & ü"' in of.tokenizer.decode(found.tokens)
     (found,) = of.encode(example_of({"messages": chats.ONE}))
     assert of.tokenizer.decode(found.tokens) == "no tools"
+
+
+@pytest.mark.parametrize(
+    ("spans", "found"),
+    [
+        ([(2, 4)], [0, 0, 0, 1, 1, 1, 0, 0]),
+        ([(0, 2)], [1, 1, 1, 0, 0, 0, 0, 0]),
+        ([(4, 6)], [0, 0, 0, 0, 0, 0, 1, 1]),  # the last token has no characters, and starts at the end of all
+        ([(0, 1), (3, 4)], [1, 1, 0, 0, 0, 1, 0, 0]),
+        ([(5, 6)], [0, 0, 0, 0, 0, 0, 1, 1]),  # a token that spans the border stands for a character in it, too
+        ([(1, 5)], [0, 0, 1, 1, 1, 1, 1, 0]),
+        ([], [0] * 8),
+        ([(2, 2)], [0] * 8),
+    ],
+)
+def test_a_token_without_characters_is_where_it_starts(spans, found):
+    pieces = Pieces(list(range(8)), [(0, 0), (0, 1), (1, 2), (2, 2), (2, 3), (3, 4), (4, 6), (5, 5)])
+    assert inside(pieces, spans).tolist() == [bool(one) for one in found]
+
+
+# As in GLM's and Llama 2's: what the assistant writes begins right after a special token, or after a space.
+TIGHT = (
+    "{% for m in messages %}{{ '<|head|>' if m.role == 'user' else '<turn>' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+    "{% endif %}{{ '<|eot|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>' }}{% endif %}"
+)
+
+
+def signs():
+    """Llama 2's: a sign for a space is put before every stretch of text, and stands for no character."""
+    tokenizer = chats.word_pieces()
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [chats.byte_level, chats.word_pieces, signs])
+@pytest.mark.parametrize("content", ["It is four.", "日本語 😀", " four", "4", "Ünïcödé\n\n42"])
+def test_every_token_between_the_assistants_header_and_the_end_is_a_target(make, content):
+    of = encoder(TIGHT, "assistant", make)
+    messages = [*USER, {"role": "assistant", "content": content}, *USER, {"role": "assistant", "content": content}]
+    (found,) = of.encode(example_of({"messages": messages}))
+    header, end = (of.tokenizer.encode([text])[0].tokens for text in ("<turn>", "<|eot|>"))
+    expected, is_open = [], False
+    for token in found.tokens.tolist():
+        is_open = is_open and token != end[-1]
+        expected.append(is_open)
+        is_open = is_open or token == header[-1]
+    assert sum(expected) >= 2 and found.targets.tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Which files are a split's, and the records in them."""
 
+import errno
 import gzip
 import json
+import shutil
 import types
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -33,10 +36,109 @@ def folder(root, *names):
         (["part1.jsonl", "part2.jsonl"], "train", ["part1.jsonl", "part2.jsonl"]),
         (["train_sft-0.parquet.json", "train_gen.json"], "train_sft", ["train_sft-0.parquet.json"]),
         (["constrained.jsonl", "train.jsonl"], "train", ["train.jsonl"]),
+        # What lies beside data on disks.
+        (["train.jsonl", ".ipynb_checkpoints/train-checkpoint.jsonl", "._train.jsonl", "__MACOSX/train.jsonl",
+          ".Trash-0/files/train.jsonl", ".git/lfs/train.jsonl", "a/.cache/train.jsonl"], "train", ["train.jsonl"]),
+        (["part.json", "_delta_log/0000.json", "_temporary/0/part.json"], "train", ["part.json"]),
+        # A file's own name before that of its folder, and of this the whole name.
+        (["training_data/train.jsonl", "training_data/test.jsonl"], "train", ["training_data/train.jsonl"]),
+        (["training_data/train.jsonl", "training_data/test.jsonl"], "test", ["training_data/test.jsonl"]),
+        (["train/a.jsonl", "train/test_a.jsonl", "test/b.jsonl"], "train", ["train/a.jsonl"]),
+        (["train/a.jsonl", "train/test_a.jsonl", "test/b.jsonl"], "test", ["test/b.jsonl", "train/test_a.jsonl"]),
+        (["test_data/a.jsonl", "my-eval.d/a.jsonl"], "train", ["my-eval.d/a.jsonl", "test_data/a.jsonl"]),
+        (["validation/en/a.jsonl", "train/en/a.jsonl"], "dev", ["validation/en/a.jsonl"]),
+        (["train/dev/a.jsonl", "train/b.jsonl"], "train", ["train/b.jsonl"]),
+        (["easy/train.jsonl", "hard/train.jsonl"], "easy", ["easy/train.jsonl"]),
+        # However they are spelt.
+        (["TRAIN.jsonl", "Test.jsonl"], "train", ["TRAIN.jsonl"]),
+        (["a1.jsonl", "test2.jsonl", "train1.jsonl"], "train", ["train1.jsonl"]),
+        (["data-v2.jsonl", "data-v20.jsonl", "v2data.jsonl"], "v2", ["data-v2.jsonl"]),
+        (["(val).jsonl", "contest.jsonl", "latest.jsonl"], "validation", ["(val).jsonl"]),
     ],
 )  # fmt: skip
-def test_a_split_is_a_word_of_the_path(tmp_path, names, split, found):
+def test_a_split_is_a_word_of_the_files_name_or_a_folders_whole_name(tmp_path, names, split, found):
     assert [file.name for file in find_files(folder(tmp_path, *names), split)] == found
+
+
+def test_a_file_of_another_split_than_its_folder_is_told(tmp_path, caplog):
+    find_files(folder(tmp_path, "train/a.jsonl", "train/test_a.jsonl"), "train")
+    assert "train/test_a.jsonl is not read for the split train: the file's own name says another" in caplog.text
+
+
+def test_linked_folders_are_entered_and_what_is_read_at_its_place_is_not_read_again(tmp_path):
+    folder(tmp_path, "root/train/a.jsonl", "elsewhere/b.jsonl", "elsewhere/c/c.jsonl")
+    root = tmp_path / "root"
+    (root / "more").symlink_to(tmp_path / "elsewhere")
+    (root / "one.jsonl").symlink_to(tmp_path / "elsewhere" / "b.jsonl")  # as in the cache of the hub
+    for place, target in [("train/loop", root), ("again", root / "train"), ("gone", tmp_path / "none")]:
+        (root / place).symlink_to(target)
+    # Two folders with links to each other.
+    (tmp_path / "elsewhere" / "back").symlink_to(root / "train")
+    found = [file.name for file in find_files(str(root), None)]
+    assert found == ["more/c/c.jsonl", "one.jsonl", "train/a.jsonl"]
+    (root / "one.jsonl").unlink()
+    assert find_files(str(root), None)[0].name == "more/b.jsonl"
+
+
+def test_a_linked_split_is_read_where_it_is_asked_for(tmp_path):
+    root = folder(tmp_path, "versions/1/a.jsonl", "versions/2/a.jsonl")
+    (tmp_path / "train").symlink_to(tmp_path / "versions" / "2")
+    assert [file.name for file in find_files(root, "train")] == ["train/a.jsonl"]
+    assert [file.name for file in find_files(root, None)] == ["versions/1/a.jsonl", "versions/2/a.jsonl"]
+
+
+SAVED = Path(__file__).parent / "saved"
+
+
+def read(where, split, columns=("messages",)):
+    return [
+        (file.place(number), raw) for file in find_files(str(where), split) for number, raw in file.records(columns)
+    ]
+
+
+def test_what_save_to_disk_of_the_datasets_library_wrote_is_read(tmp_path):
+    def contents(split, where=SAVED / "splits"):
+        return [(place, raw["messages"][0]["content"]) for place, raw in read(where, split)]
+
+    first, second = "train/data-00000-of-00002.arrow: row 1", "train/data-00001-of-00002.arrow: row 1"
+    assert contents("train") == [(first, "b"), (second, "1+1?")]
+    assert contents("test") == [("test/data-00000-of-00001.arrow: row 1", "ä")]
+    assert [content for _, content in contents("train", SAVED / "flat")] == ["1+1?", "ä", "b"]
+    ((_, row),) = read(SAVED / "splits", "test", ["messages", "n"])
+    assert row["n"] == 1 and row["messages"][0] == {"role": "user", "content": "ä"}
+    assert row["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    # One split alone, and what was written there later or before.
+    shutil.copytree(SAVED / "flat", tmp_path / "flat")
+    for stale in ("cache-01ab.arrow", "data-00001-of-00003.arrow"):
+        shutil.copy(tmp_path / "flat" / "data-00000-of-00001.arrow", tmp_path / "flat" / stale)
+    assert contents("train", tmp_path / "flat") == contents("train", SAVED / "flat")
+    (tmp_path / "flat" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(BadRecord, match=r"flat lacks data-00000-of-00001\.arrow, which its state\.json lists; copy or"):
+        find_files(str(tmp_path / "flat"))
+    (tmp_path / "flat" / "state.json").write_text("[]")
+    with pytest.raises(BadRecord, match=r"state\.json is none of a dataset that save_to_disk"):
+        find_files(str(tmp_path / "flat"))
+
+
+def test_a_damaged_arrow_file_is_named(tmp_path):
+    content = (SAVED / "flat" / "data-00000-of-00001.arrow").read_bytes()
+    for name, part in [("cut.arrow", content[:-700]), ("none.arrow", b""), ("zeros.arrow", bytes(2000))]:
+        (tmp_path / name).write_bytes(part)
+        with pytest.raises(BadRecord, match=rf"{name}: row 1: the file is damaged"):
+            list(TextFile(tmp_path / name, name).records(["messages"]))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_read_error_of_the_system_is_no_damage(tmp_path, monkeypatch, ending):
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(b"")
+
+    def fails(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(TextFile, "_batches", fails)
+    with pytest.raises(OSError, match="Stale file handle"):
+        list(TextFile(path, path.name).records(["text"]))
 
 
 def test_a_path_is_told_from_a_split():
@@ -64,19 +166,24 @@ def test_missing_files_and_splits_are_said(tmp_path):
 RECORDS = [{"text": "ä", "n": 1}, {"text": "b\n", "n": 2}, {"text": None, "n": 3}]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "ndjson.gz", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "ndjson.gz", "parquet", "arrow", "feather.arrow"])
 def test_records_are_the_same_in_every_format(tmp_path, ending):
     path = tmp_path / f"a.{ending}"
     lines = "\ufeff" + "\n\n".join(json.dumps(record) for record in RECORDS)
+    table = pa.Table.from_pylist(RECORDS)
     if ending == "parquet":
-        parquet.write_table(pa.Table.from_pylist(RECORDS), path)
+        parquet.write_table(table, path)
+    elif ending.endswith("arrow"):  # both of Arrow's formats
+        made = pa.ipc.new_stream if ending == "arrow" else pa.ipc.new_file
+        with path.open("wb") as raw, made(raw, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
     else:
         path.write_bytes(gzip.compress(lines.encode()) if ending.endswith("gz") else lines.encode())
     (file,) = find_files(str(path))
     found = list(file.records(["text", "n"]))
     assert [parsed(raw) for _, raw in found] == RECORDS
     assert [file.place(number) for number, _ in found] == (
-        [f"a.parquet: row {n}" for n in (1, 2, 3)] if ending == "parquet" else [f"a.{ending}:{n}" for n in (1, 3, 5)]
+        [f"a.{ending}:{n}" for n in (1, 3, 5)] if "json" in ending else [f"a.{ending}: row {n}" for n in (1, 2, 3)]
     )
 
 

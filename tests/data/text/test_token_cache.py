@@ -12,7 +12,9 @@ from pathlib import Path
 
 import chats
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text import encoded_parts
@@ -230,6 +232,96 @@ def test_mixed_types_are_an_error(folder, encoded, record, on_bad_record):
         ValueError, match=r"mixes types: train-0\.jsonl:1 is prompt/completion, standard, train-1\.jsonl:11 is"
     ):
         cache(folder, on_bad_record=on_bad_record).open()
+
+
+# As GLM's, which ends an answer by the next message's role.
+ENDLESS = (
+    "{% for m in messages %}<|{{ 'im_start' if m.role == 'user' else 'head' }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>{% endif %}"
+)
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "targets", "record", "endless"),
+    [
+        (ENDLESS, "<|im_start|>", "assistant", {"messages": TALK * 2}, 3),
+        (ENDLESS, "<|im_start|>", "auto", {"prompt": TALK[:1], "completion": TALK[1:]}, 3),
+        # The first token of a text is a target that is never predicted.
+        (ENDLESS, "<|im_start|>", "all", {"messages": TALK}, 3),
+        (ENDLESS, "<|im_start|>", "all", {"messages": TALK * 2}, 0),
+        (chats.CHATML, "<|im_end|>", "assistant", {"messages": TALK * 2}, 0),
+        # The tokenizer's eos token is that of documents, as Gemma's.
+        (chats.CHATML, "</s>", "assistant", {"messages": TALK * 2}, 3),
+        (chats.CHATML, "</s>", "auto", {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": "c"}, 6),
+        (chats.CHATML, "</s>", "auto", {"prompt": "a", "completion": "b"}, 0),
+        (chats.CHATML, "</s>", "auto", {"prompt": "a"}, 0),
+    ],
+)
+def test_texts_without_a_stop_token_among_their_targets_are_a_finding(
+    tmp_path, template, eos, targets, record, endless
+):
+    tokenizer = chats.tiny(eos_token=eos)
+    of = TextEncoder(tokenizer=tokenizer, templates={"default": chats.chat(template)}, targets=targets)
+    store = cache(write(tmp_path / "talk.jsonl", [record] * 3), encoder=of).open()
+    again = cache(tmp_path / "talk.jsonl", encoder=of).open()
+    assert again.findings == store.findings and len(store.findings) == bool(endless)
+    for finding in store.findings:
+        assert (finding.kind, finding.count, finding.total) == (
+            "no stop token is a target",
+            endless,
+            len(store.text_ends),
+        )
+        assert (finding.where, finding.what) == ("talk.jsonl:1", f"tokens that end a completion: '{eos}'")
+
+
+def test_the_models_own_end_of_a_turn_is_a_stop_token(tmp_path):
+    files = chats.files(template=chats.CHATML) | {"generation_config.json": b'{"eos_token_id": [2, 4]}'}
+    of = TextEncoder(tokenizer=chats.TextTokenizer(files, "tiny"), templates={"default": chats.chat(chats.CHATML)})
+    assert not cache(write(tmp_path / "talk.jsonl", [{"messages": TALK}]), encoder=of).open().findings
+
+
+# A row of examples/data_preprocess/gsm8k.py of verl, which writes parquet.
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0},
+}
+ANSWERS = {"prompt": "prompt", "completion": "reward_model.ground_truth"}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json text", "dotted"])
+def test_an_entry_of_a_column_is_a_column(tmp_path, ending):
+    record = VERL | ({"reward_model": json.dumps(VERL["reward_model"])} if ending == "json text" else {})
+    if ending == "dotted":
+        record |= {"reward_model": "x", "reward_model.ground_truth": "2"}
+    path = tmp_path / ("verl.jsonl" if ending == "jsonl" else "verl.parquet")
+    if ending == "jsonl":
+        write(path, [record])
+    else:
+        parquet.write_table(pa.Table.from_pylist([record]), path)
+    of = cache(path, columns=ANSWERS)
+    store = of.open()
+    assert store.kind == "prompt/completion"
+    tokens, targets = store.text(0)
+    assert of.encoder.tokenizer.decode(tokens[targets]) == "2<|im_end|>\n"
+
+
+def test_an_entry_that_a_column_lacks_is_said(tmp_path):
+    path = write(tmp_path / "verl.jsonl", [VERL])
+    for column, told in [
+        ("reward_model.answer", r"has no reward_model\.answer,.*reward_model has \['ground_truth', 'style'\]"),
+        ("ability.answer", r"has no ability\.answer"),
+        (
+            "answer.x",
+            r"no answer\.x, which --data\.datasets\.N\.columns names; it has \['ability', 'data_source'",
+        ),
+        ("reward_model", "completion is an object; allowed: a string, or a list of messages"),
+    ]:
+        with pytest.raises(BadRecord, match=told):
+            cache(path, columns=ANSWERS | {"completion": column}).open()
 
 
 def test_what_a_run_cannot_use_or_find_is_said(folder, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -240,12 +241,24 @@ def test_what_is_no_replay_buffer_or_does_not_fit_together_is_refused(tmp_path):
     refused(tmp_path, "holds no zarr store; give a folder with .zgroup or zarr.json", FileNotFoundError)
     zarr.open_group(str(tmp_path / "empty.zarr"), mode="w", zarr_format=2)
     refused(tmp_path / "empty.zarr", "needs meta/episode_ends and arrays in data/, but has no arrays")
-    short = write(tmp_path / "short.zarr", arms() | {"state": arms()["state"][:20]})
-    refused(short, r"data/state has 20 rows, but its last episode ends at 27: the store was not written completely")
+    short = write(tmp_path / "short.zarr", {name: values[:20] for name, values in arms().items()})
+    refused(short, r"none of its arrays has a row for each of the 27 steps .*state: 20 rows.* not written completely")
     falling = write(tmp_path / "falling.zarr", arms(), lengths=(20, -5, 12))
     refused(falling, r"must be integers that increase .* int64 \[3\], beginning with \[20, 15, 27\]")
     between = push_t() | {"img": push_t()["img"] / 255}
     refused(write(tmp_path / "b.zarr", between), "img holds numbers from 0 to 1 that are not all pixels", BadRecord)
+
+
+def test_pixels_that_are_whole_but_for_rounding_are_read(tmp_path):
+    stored = push_t()["img"].astype(np.float32)
+    noise = np.random.default_rng(0).uniform(-9e-4, 9e-4, stored.shape).astype(np.float32)
+    arrays = push_t() | {"img": stored + noise}
+    source = Zarr(path=str(write(tmp_path / "a.zarr", arrays)), cache_dir=str(tmp_path / "cache")).open()
+    steps = np.arange(source.num_steps)
+    np.testing.assert_array_equal(source.frames(steps, "img"), stored[steps].astype(np.uint8))
+    beyond = push_t() | {"img": np.where(np.arange(len(stored))[:, None, None, None] == 3, 255.4, stored)}
+    with pytest.raises(BadRecord, match=r"rows 0\.\.\d+: img holds numbers from .* to 255.4 that are not all pixels"):
+        Zarr(path=str(write(tmp_path / "b.zarr", beyond)), cache_dir=str(tmp_path / "cache")).open()
 
 
 def test_arrays_that_are_neither_camera_nor_column_are_left_out_with_the_reason(tmp_path, caplog):
@@ -255,6 +268,34 @@ def test_arrays_that_are_neither_camera_nor_column_are_left_out_with_the_reason(
     assert set(source.columns) == {"state", "action"}
     assert "data/text_feat is not in the index: 512 numbers wide" in caplog.text
     assert "data/goal is not in the index: one row per episode, not per step" in caplog.text
+
+
+@pytest.mark.parametrize("form", [2, 3])
+def test_arrays_that_no_robot_can_read_are_left_out_and_a_robot_that_wants_one_hears_why(tmp_path, form):
+    arrays = arms() | {"short": np.zeros((20, 3), np.float32), "cube": np.zeros((ROWS, 3, 4, 3), np.uint8)}
+    path = write(tmp_path / "a.zarr", arrays, form=form)
+    root = zarr.open_group(str(path), mode="a")
+    words = np.array(["pick", "place"] * ROWS)[:ROWS]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr: the type of these arrays has no specification yet
+        root["data"].create_array("words", data=words)
+        root["data"].create_array("letters", shape=(ROWS,), dtype=str)[:] = words
+        root["meta"].create_array("names", shape=(3,), dtype=str)[:] = np.array(["a", "b", "c"])
+    root["data"].create_array("rate", shape=(), dtype="float32")[...] = 10
+    root["data"].create_group("more").create_array("x", data=np.zeros((ROWS, 2), np.float32))
+    (path / "data" / "torn").mkdir()
+    (path / "data" / "torn" / (".zarray" if form == 2 else "zarr.json")).write_text("{")
+    (path / "data" / "._state").mkdir()
+    source = Zarr(path=str(path), cache_dir=str(tmp_path / "cache")).open()
+    assert set(source.columns) == {"state", "action"} and source.cameras == ("head_camera",)
+    left_out = source.about().left_out
+    assert set(left_out) == {"short", "cube", "words", "letters", "rate", "more", "torn"}
+    assert left_out["short"] == "20 rows for 27 steps" and left_out["more"] == "a group, not an array"
+    assert "ambiguous" in left_out["cube"] and "scalar" in left_out["rate"] and "is not JSON" in left_out["torn"]
+    assert [finding.where for finding in source.findings] == ["data/short"]
+    robot = RoboTwin(state_columns=("short",))
+    with pytest.raises(ValueError, match=r"the dataset lacks short .*short is left out: 20 rows for 27 steps"):
+        len(Windows(source=source, robot=robot, shape=WindowShape(horizon=2)))
 
 
 def test_processes_read_their_rows_alone_and_stats_no_picture_at_all(stores, cache, tmp_path, monkeypatch):

@@ -4,8 +4,9 @@
 
 Losses of TRL's trainers for policy gradients and their gradients in the logits, in float64, on completions of other
 lengths. The formulas are those of TRL's `GRPOTrainer._compute_loss`, `RLOOTrainer._compute_loss` and of the inner loop
-of `PPOTrainer` (at f2cd577), written here with torch's own functions. Cases are named `<trainer>/<setting>`;
-`<case>/loss` and `<case>/gradient`. Inputs are stored in float32.
+of `PPOTrainer` (at f2cd577), written here with torch's own functions; the entropy's is that of trl 1.16.0, and the dual
+clip's that of Ye et al. 2020 (equation 5), as in `compute_policy_loss_vanilla` of verl 0.9.1. Cases are named
+`<trainer>/<setting>`; `<case>/loss` and `<case>/gradient`. Inputs are stored in float32.
 """
 
 import itertools
@@ -29,7 +30,7 @@ def inputs() -> dict[str, np.ndarray]:
         mask[row, start - 1 : end - 1] = True
     shape = mask.shape
     logits = random.normal(size=(ROWS, TOKENS, VOCABULARY))
-    return {
+    given = {
         "tokens": random.integers(0, VOCABULARY, (ROWS, TOKENS)).astype(np.int32),
         "mask": mask,
         "logits": logits.astype(np.float32),
@@ -42,6 +43,10 @@ def inputs() -> dict[str, np.ndarray]:
         "acting_values": random.normal(size=shape).astype(np.float32),
         "returns": random.normal(size=shape).astype(np.float32),
     }
+    # The sampler's differ from those of the policy that acted: it computes otherwise.
+    sampling = given["acting_logits"] + 0.8 * random.normal(size=logits.shape)
+    # One completion was cut, and nothing is learnt from it.
+    return given | {"sampling_logits": sampling.astype(np.float32), "mask_cut": mask & (np.arange(ROWS) != 1)[:, None]}
 
 
 def log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -54,9 +59,24 @@ def entropies(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return -(said.exp() * said).sum(-1)
 
 
-def grpo(given, logits, *, loss_type, level="token", low=0.2, high=0.2, delta=None, beta=0.0, temperature=1.0):
-    mask, tokens = given["mask"].double(), given["tokens"]
-    lengths = mask.sum(1)
+def grpo(
+    given,
+    logits,
+    *,
+    loss_type,
+    level="token",
+    low=0.2,
+    high=0.2,
+    delta=None,
+    beta=0.0,
+    temperature=1.0,
+    mask="mask",
+    dual=None,
+    sampling_max=None,
+    entropy_coef=0.0,
+):
+    mask, tokens = given[mask].double(), given["tokens"]
+    lengths = mask.sum(1).clamp(min=1)
     new = log_probs(logits, tokens, temperature)
     drift = new - log_probs(given["acting_logits"], tokens, temperature)
     if level == "sequence":
@@ -65,13 +85,19 @@ def grpo(given, logits, *, loss_type, level="token", low=0.2, high=0.2, delta=No
     clipped = ratio.clamp(1 - low, 1 + high)
     ratio = ratio if delta is None else ratio.clamp(max=delta)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
+    if sampling_max is not None:
+        old, sampled = (log_probs(given[f"{name}_logits"], tokens, temperature) for name in ("acting", "sampling"))
+        losses = losses * (old - sampled).exp().clamp(max=sampling_max)
     if beta:
         d = log_probs(given["reference_logits"], tokens, temperature) - new
         losses = losses + beta * (d.exp() - d - 1)
     total = (losses * mask).sum(1)
+    bonus = entropy_coef * (entropies(logits, temperature) * mask).sum() / mask.sum().clamp(min=1)
     if loss_type == "grpo":
-        return (total / lengths).mean()
-    return total.sum() / (mask.sum() if loss_type == "dapo" else ROWS * LONGEST)
+        return (total / lengths).mean() - bonus
+    return total.sum() / (mask.sum().clamp(min=1) if loss_type == "dapo" else ROWS * LONGEST) - bonus
 
 
 def rloo(given, logits):
@@ -107,6 +133,11 @@ GRPO = {
     "reference": {"loss_type": "grpo", "beta": 0.3},
     "reference-dapo": {"loss_type": "dapo", "beta": 0.3},
     "cooled": {"loss_type": "dapo", "temperature": 0.6, "beta": 0.1},
+    "dual": {"loss_type": "dapo", "dual": 1.3},
+    "sampled": {"loss_type": "grpo", "sampling_max": 1.1, "beta": 0.3},
+    "sampled-freely": {"loss_type": "dapo", "sampling_max": 1e9},
+    **{f"cut-{kind}": {"loss_type": kind, "mask": "mask_cut"} for kind in ("grpo", "dapo", "dr_grpo")},
+    **{f"entropy-{kind}": {"loss_type": kind, "entropy_coef": 0.3} for kind in ("grpo", "dapo", "dr_grpo")},
 }
 
 
@@ -116,7 +147,6 @@ def recorded() -> dict[str, np.ndarray]:
         name: torch.from_numpy(x).double() if x.dtype == np.float32 else torch.from_numpy(x).long()
         for name, x in plain.items()
     }
-    given["mask"] = torch.from_numpy(plain["mask"])
     found: dict[str, np.ndarray] = dict(plain)
 
     def record(case: str, loss_of, *names: str) -> None:
@@ -132,6 +162,11 @@ def recorded() -> dict[str, np.ndarray]:
     record("rloo/product", lambda logits: rloo(given, logits), "logits")
     record("ppo/critic", lambda logits, values: ppo(given, logits, values), "logits", "values")
     found["entropy"] = entropies(given["logits"]).numpy()
+    # TRL's sampling/sampling_logp_difference/mean, and importance_sampling_ratio/mean before it is bounded.
+    old, sampled = (log_probs(given[f"{name}_logits"], given["tokens"]) for name in ("acting", "sampling"))
+    gap = (old - sampled)[given["mask"] > 0]
+    found["sampling/difference"], found["sampling/ratio"] = gap.abs().mean().numpy(), gap.exp().mean().numpy()
+    found["sampling/far"] = ((gap.exp() > 2) | (gap.exp() < 0.5)).double().mean().numpy()
     return found
 
 

@@ -1,0 +1,84 @@
+"""What a start would refuse, found out before it waits in a queue: the command is asked, in a process without devices.
+
+Launchers use the standard library alone, so the run's own code looks (`training/rehearsal.py`), where `VARIABLE` tells
+it to. Read next: `slurm.py`, a caller.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from openpi_train.launch import codes
+from openpi_train.launch.spec import LaunchError
+
+# The number of the run's devices: a process with it says whether a start on them would be refused, and starts nothing.
+VARIABLE = "OPENPI_TRAIN_CHECK_DEVICES"
+# Variables that other launchers leave in a shell; a process would use them as its identity.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_MOST_S = 180
+_REFUSED = (codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.INDIVISIBLE)
+_MOST_LINES = 40
+
+
+def devices() -> int | None:
+    """The number of devices for which this process is to check the start; None: it is to start."""
+    text = os.environ.get(VARIABLE, "")
+    return int(text) if text.isdecimal() else None
+
+
+def require_start(
+    arguments: Sequence[str],
+    *,
+    num_devices: int,
+    python: str = sys.executable,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    has_files: bool = True,
+) -> None:
+    """Raise LaunchError with what a start of these arguments would refuse, as far as it is soon known here.
+
+    Without `has_files` (a container has its own) only the command line counts. What cannot be checked is said.
+    """
+    sys.stderr.write("launch: looking whether the run would start (--no-check: not) ...\n")
+    clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    variables = {**clean, **(env or {}), VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
+    command = [python, "-m", "openpi_train", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_MOST_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        _tell_unchecked(f"it took longer than {_MOST_S} s")
+        return
+    except OSError as error:
+        _tell_unchecked(str(error))
+        return
+    said = done.stderr.strip().splitlines()
+    if done.returncode in (_REFUSED if has_files else (codes.USAGE, codes.INDIVISIBLE)):
+        found = next((number for number, line in enumerate(said) if re.match("error:|╭", line)), 0)
+        raise LaunchError(
+            "\n".join(
+                [
+                    "the run would not start, so nothing was written (--no-check: all the same):",
+                    *said[found:][:_MOST_LINES],
+                ]
+            )
+        )
+    if done.returncode:
+        _tell_unchecked(said[-1] if said else f"exit code {done.returncode}")
+    elif notes := [line for line in done.stdout.splitlines() if line.startswith("not checked:")]:
+        sys.stderr.write("\n".join([f"launch: {note}" for note in notes]) + "\n")
+
+
+def _tell_unchecked(why: str) -> None:
+    sys.stderr.write(f"launch: whether the run would start was not found out here: {why}\n")

@@ -1,0 +1,52 @@
+"""What a run of its length would hardly learn, told at its start. Read next: `optim/schedules.py`, `optim/ema.py`."""
+
+from openpi_train.experiment import Experiment
+
+# An average that holds more of the start's parameters than of the run's is hardly what was asked for.
+_MOST_OF_START = 0.5
+
+
+def unfit_for_length(experiment: Experiment) -> list[str]:
+    """What keeps a run of `num_train_steps` from learning, or its result from holding it, each with what to change.
+
+    All of it is allowed, and some of it meant. Length in epochs must be converted to steps before.
+    """
+    return [*_of_rates(experiment), *_of_average(experiment)]
+
+
+def _of_rates(experiment: Experiment) -> list[str]:
+    schedule, steps = experiment.lr_schedule.over(experiment.num_train_steps), experiment.num_train_steps
+    if schedule.peak_lr == 0:
+        return ["--lr-schedule.peak-lr 0: no step changes a parameter; give a rate above 0"]
+    if schedule.warmup_steps >= steps:
+        last = float(schedule.create()(steps - 1)) / schedule.peak_lr
+        return [
+            f"--lr-schedule.warmup-steps {schedule.warmup_steps}: this run of {steps} steps ends before its warm-up "
+            f"does, at {last:.2g} of --lr-schedule.peak-lr, and learns little; set --lr-schedule.warmup-ratio 0.1, or "
+            "fewer warm-up steps"
+        ]
+    decay_steps = schedule.decay_steps or 0
+    rest = steps - decay_steps
+    if schedule.kind in ("linear", "cosine", "wsd") and rest > 0 and (schedule.decay_lr == 0 or 2 * rest > steps):
+        effect = "change nothing" if schedule.decay_lr == 0 else f"are at --lr-schedule.decay-lr {schedule.decay_lr}"
+        return [
+            f"--lr-schedule.decay-steps {decay_steps}: the last {rest} of {steps} steps {effect}; set "
+            f"--lr-schedule.decay-steps {steps}, or None, which is the run's length"
+        ]
+    if schedule.kind == "wsd" and decay_steps - round(schedule.tail_ratio * decay_steps) >= steps:
+        return [
+            f"--lr-schedule.decay-steps {decay_steps}: this run of {steps} steps ends before the rate falls (kind "
+            "wsd); set --lr-schedule.decay-steps None, which is the run's length"
+        ]
+    return []
+
+
+def _of_average(experiment: Experiment) -> list[str]:
+    decay, steps = experiment.ema_decay, experiment.num_train_steps
+    # With a warm-up the first updates keep nothing of the start's parameters.
+    if decay is None or experiment.ema_warmup.power is not None or decay**steps <= _MOST_OF_START:
+        return []
+    return [
+        f"--ema-decay {decay}: after {steps} steps the average, which is saved and served, is {decay**steps:.0%} the "
+        "parameters that the run began with; set --ema-decay None, or --ema-warmup.power 0.75"
+    ]

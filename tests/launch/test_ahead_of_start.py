@@ -1,0 +1,101 @@
+"""What a start would refuse is refused before a job waits for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openpi_train.launch import ahead_of_start, forms
+from openpi_train.launch.ahead_of_start import VARIABLE, require_start
+from openpi_train.launch.spec import LaunchError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Makes a stand-in for Python that says this on stderr and ends with this code."""
+
+    def make(code, *lines, out=""):
+        file = tmp_path / "python"
+        said = "\n".join(f"echo '{line}' >&2" for line in lines)
+        file.write_text(f"#!/bin/sh\n{said}\necho '{out}'\nexit {code}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    return make
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 6])
+def test_what_a_start_refuses_is_refused_with_its_words(python, code):
+    said = ("10:00:00 I something", "error: no dataset there", "give another")
+    with pytest.raises(LaunchError) as told:
+        require_start(["debug"], num_devices=1, python=python(code, *said))
+    assert "--no-check" in str(told.value) and str(told.value).endswith("error: no dataset there\ngive another")
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_files_that_only_a_container_has_are_not_missed(python, code, capsys):
+    require_start(["debug"], num_devices=1, python=python(code, "error: no dataset there"), has_files=False)
+    assert "not found out here: error: no dataset there" in capsys.readouterr().err
+    with pytest.raises(LaunchError):
+        require_start(["debug"], num_devices=1, python=python(2, "error: no such flag"), has_files=False)
+
+
+def test_what_cannot_be_asked_here_is_said_and_goes_on(python, capsys):
+    require_start(["debug"], num_devices=1, python=python(1, "Traceback", "ModuleNotFoundError: jax"))
+    assert "not found out here: ModuleNotFoundError: jax" in capsys.readouterr().err
+    require_start(["debug"], num_devices=1, python="/no/python")
+    assert "not found out here: [Errno 2]" in capsys.readouterr().err
+    require_start(["debug"], num_devices=1, python=python(0, out="not checked: the tokenizer"))
+    assert "launch: not checked: the tokenizer" in capsys.readouterr().err
+
+
+def asked(*arguments, num_devices=8):
+    """What the run itself answers."""
+    clean = {name: value for name, value in os.environ.items() if name not in ahead_of_start.RANK_VARIABLES}
+    return subprocess.run(
+        [sys.executable, "-m", "openpi_train", *arguments],
+        env={**clean, VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_run_looks_at_what_it_can_without_its_devices_and_starts_nothing(tmp_path):
+    base = ("debug", "--exp-name", "x", "--checkpoint-base-dir", str(tmp_path / "runs"))
+    done = asked(*base, "--batch-size", "12")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        6,
+        "error: --batch-size 12 is not a multiple of the 8 devices; try 8 or 16",
+    )
+    assert asked(*base, "--dataset", str(tmp_path / "nothing")).returncode == 3
+    assert asked(*base).returncode == 0 and not (tmp_path / "runs").exists()
+
+
+def test_other_verbs_are_not_begun():
+    done = asked("stats", "no_such_experiment")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "program", ["slurm --nodes 1 --gpus-per-node 1", "kubernetes --name a --image b --nodes 1 --gpus-per-node 1"]
+)
+def test_launchers_ask_and_no_check_goes_past_it(program, monkeypatch, capsys, tmp_path):
+    def refuse(arguments, *, num_devices, **_):
+        assert arguments[:3] == ("debug", "--exp-name", "x") and num_devices == 1
+        raise LaunchError("it would not start")
+
+    for launcher in (forms.Slurm, forms.Kubernetes):
+        monkeypatch.setattr(sys.modules[launcher.__module__], "require_start", refuse)
+    monkeypatch.chdir(tmp_path)
+    run = ["--", "debug", "--exp-name", "x", "--resume"]
+    assert forms.main([*program.split(), *run]) == 2
+    assert "it would not start" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert forms.main([*program.split(), "--dry-run", *run]) == 0
+    assert forms.main([*program.split(), "--no-check", *run]) == 0

@@ -1,0 +1,100 @@
+"""The scripts run from any folder, in a shell where nothing is activated: they find the checkout and its `.venv`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHED = "-m openpi_train"
+# Lines of the older tools' guides, and what they print.
+LINES = {
+    "run_distributed.py --world-size 2 --dry-run -- debug --exp-name x": LAUNCHED,
+    "run_distributed.py --nproc_per_node 2 --config config_distributed_example.yaml --dry_run": LAUNCHED,
+    "main_train_ddp.py --world_size 2 --dry_run": LAUNCHED,
+    "main.py --help": "python -m openpi_train posttrain",
+    "train.py --help": "usage: python -m openpi_train",
+    "prepare_datasets.py --help": "python -m openpi_train posttrain",
+    "merge_zarr.py --help": "data merge",
+    "launch_multi_node.sh localhost 1 2 --dry-run -- debug --exp-name x": LAUNCHED,
+    "launch_distributed_training.sh --config pi0/ript/config/distributed_train_pi0.yaml --gpus 2 --dry-run": LAUNCHED,
+    "quick_distributed_test.sh --dry-run": LAUNCHED,
+    "run_ddp_training.sh 2 --dry_run": LAUNCHED,
+    "train_multi_gpu.sh six_tasks demo_clean 1200 0 2 --dry-run": LAUNCHED,
+    "train.sh six_tasks demo_clean 1200 0 14 0 --dry-run": LAUNCHED,
+    "train_six_tasks.sh demo_clean 1200 0 0 --dry-run": LAUNCHED,
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A checkout in a folder with a space, that is installed nowhere; its .venv is this Python."""
+    folder = tmp_path_factory.mktemp("my work") / "openpi train"
+    folder.mkdir()
+    for name in ("scripts", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "openpi_train").symlink_to(ROOT / "openpi_train")
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+def started(checkout, line, folder, **variables):
+    """The script in a shell that knows no Python but the system's."""
+    script, *words = line.split()
+    plain = folder / "bin"
+    plain.mkdir(exist_ok=True)
+    if not (plain / "python3").exists():  # one without our packages, as a system has it
+        (plain / "python3").write_text(f'#!/bin/sh\nexec "{sys._base_executable}" -S "$@"\n')  # pyright: ignore
+        (plain / "python3").chmod(0o755)
+    command = ["python3"] if script.endswith(".py") else ["bash"]
+    environment = {"PATH": f"{plain}:/usr/bin:/bin", "HOME": str(folder), **variables}
+    return subprocess.run(
+        [str(plain / command[0]) if command == ["python3"] else "bash", str(checkout / "scripts" / script), *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES)
+def test_a_script_needs_no_activated_environment_and_no_folder(checkout, tmp_path, line):
+    done = started(checkout, line, tmp_path)
+    assert done.returncode == 0 and LINES[line] in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_any_environment_it_says_what_makes_one(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("checkout.py", "main.py"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    done = started(tmp_path, "main.py --help", tmp_path)
+    assert done.returncode == 2 and "`make train` in" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_script_is_tried():
+    own = {"build_dist.py", "evaluate_libero.py", "checkout.py"}  # in environments of their own
+    names = {file.name for file in (ROOT / "scripts").iterdir() if file.suffix in (".py", ".sh")}
+    assert names - own == {line.split()[0] for line in LINES}
+
+
+@pytest.mark.slow
+def test_all_stores_of_the_data_folder_are_merged(checkout, tmp_path):
+    fixture = ROOT / "tests" / "data" / "zarr" / "fixtures" / "arms_14.zarr"
+    for task in ("stack_bowls", "hanging_mug"):
+        shutil.copytree(fixture, tmp_path / "data" / f"{task}-demo_clean-50.zarr")
+    done = started(checkout, "merge_zarr.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "data" / "six_tasks.zarr").is_dir()
+    os.rename(tmp_path / "data", tmp_path / "else")
+    refused = started(checkout, "merge_zarr.py", tmp_path)
+    assert refused.returncode == 2 and "no zarr stores in" in refused.stderr
