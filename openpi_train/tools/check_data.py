@@ -270,7 +270,7 @@ def _opened_texts(experiment: "Experiment") -> CheckedDataset:
         (member.name, finding): None
         for rows in (opened.train, opened.validation)
         for member in (rows.members if rows is not None else ())
-        for finding in getattr(member.store, "findings", ())
+        for finding in member.store.findings
     }
     size = f"{opened.num_samples} texts for training"
     return CheckedDataset(name=f"{experiment.name}, as opened", size=size, findings=[finding for _, finding in told])

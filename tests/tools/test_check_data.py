@@ -3,6 +3,7 @@
 import argparse
 import json
 
+import chats
 import numpy as np
 import pytest
 from made_episodes import WRITERS, sound
@@ -11,10 +12,13 @@ from openpi_train.data.check import fault_kinds
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.formats import source_at
+from openpi_train.data.interface import OpeningRequest
 from openpi_train.data.repack import repack
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.windows import WindowShape
+from openpi_train.models.language import LanguageConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import UsageError
 from openpi_train.tools import check_data
@@ -209,6 +213,24 @@ def test_an_experiment_of_texts_is_also_opened_as_a_run_opens_it(tmp_path):
     )
     assert (first.name, [finding.kind for finding in first.findings]) == ("train", ["blank answers"])
     assert [finding.kind for finding in second.findings] == ["refused"] and "tokenizer" in second.findings[0].what
+
+
+def test_what_encoding_the_texts_tells_is_shown(tmp_path):
+    talks = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}"}]} for n in range(9)
+    ]
+    # Its eos token is not the one that ends a turn of the template.
+    tokenizer = str(chats.write(tmp_path / "tokenizer", template=chats.CHATML))
+    path = texts(tmp_path / "talks", "train.jsonl", talks)
+    data = TextData(
+        datasets=(TextDataset(path=str(path)),), tokenizer=tokenizer, validation_fraction=0.0, max_length=64
+    )
+    sizes = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
+    request = OpeningRequest(model=LanguageConfig(sizes=sizes, context_length=64), seed=0, batch_size=2)
+    experiment = argparse.Namespace(name="mine", data=data, open_data=lambda: data.open(request))
+    records, as_opened = check_data.check_experiment(experiment, num_frames=8)
+    assert (records.name, records.size, list(records.findings)) == ("train", "9 records", [])
+    assert [finding.kind for finding in as_opened.findings] == ["no stop token is a target"]
 
 
 def test_parquet_files_are_told_by_their_columns(tmp_path):

@@ -2,12 +2,14 @@
 
 import collections
 import functools
+import re
 import unicodedata
 from collections.abc import Iterable
 
 # Fewer letters say nothing.
 _FEWEST_LETTERS = 3
 _LETTERS_LOOKED_AT = 2_000
+_SOME_LATIN = re.compile("[A-Za-z][^A-Za-z]*" * _FEWEST_LETTERS)
 # Japanese writes Chinese characters between these.
 _KANA = ("HIRAGANA", "KATAKANA")
 _KANA_SHARE = 0.1
@@ -16,7 +18,7 @@ _KANA_SHARE = 0.1
 def main_script(text: str) -> str | None:
     """The script of most letters of a text, as "Latin", "Cyrillic", "Chinese" or "Japanese"; None for few letters."""
     if text.isascii():
-        return "Latin" if sum(map(str.isalpha, text[:_LETTERS_LOOKED_AT])) >= _FEWEST_LETTERS else None
+        return "Latin" if _SOME_LATIN.search(text) else None
     counts = collections.Counter(_script(letter) for letter in text[:_LETTERS_LOOKED_AT] if letter.isalpha())
     if counts.total() < _FEWEST_LETTERS:
         return None

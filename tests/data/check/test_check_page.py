@@ -23,7 +23,7 @@ def told_in_code() -> set[str]:
     found = set()
     for file in (ROOT / "openpi_train").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Finding":
                 given = next(word.value for word in node.keywords if word.arg == "kind")
                 if isinstance(given, ast.Constant):
                     found.add(given.value)
