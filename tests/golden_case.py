@@ -158,8 +158,8 @@ def assert_same_prefix(case: GoldenCase, ours: Any, name: str) -> None:
     Measured on 2026-11-29 (2 CPU cores): openpi's own `models/siglip.py` (15a9616) by jax 0.5.3 and flax 0.10.2 against
     this tower by jax 0.10.2, random weights and images: of two layers 32 of 36 images are equal in 99 % of the elements
     or more, nearly all of them to the bit, the other four in 33 to 51 % (D**2 / E**2 .31 to .72); of four layers 3 of 8
-    are, the others in 26 to 92 % (up to .93). Of the six images of pi0_bf16 five are, of pi05_bf16's four. With the layer
-    norm's scale or bias rounded, or the softmax or gelu in float32, none of either case is: 29 to 40 % of the elements.
+    are, the others in 26 to 92 % (up to .93). Of the six images of pi0_bf16 five are, of pi05_bf16's four. With the
+    layer norm's scale or bias rounded, or softmax or gelu in float32, none of either is: 29 to 40 % of the elements.
     """
     expected, ours = case.io[f"out/{name}"], np.asarray(ours, np.float32)
     if not case.bfloat16:

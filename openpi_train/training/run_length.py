@@ -1,6 +1,7 @@
 """What a run of its length would hardly learn, told at its start. Read next: `optim/schedules.py`, `optim/ema.py`."""
 
 from openpi_train.experiment import Experiment
+from openpi_train.optim import learning_rate
 
 # An average that holds more of the start's parameters than of the run's is hardly what was asked for.
 _MOST_OF_START = 0.5
@@ -19,7 +20,7 @@ def _of_rates(experiment: Experiment) -> list[str]:
     if schedule.peak_lr == 0:
         return ["--lr-schedule.peak-lr 0: no step changes a parameter; give a rate above 0"]
     if schedule.warmup_steps >= steps:
-        last = float(schedule.create()(steps - 1)) / schedule.peak_lr
+        last = float(learning_rate(schedule.create(), steps - 1)) / schedule.peak_lr
         return [
             f"--lr-schedule.warmup-steps {schedule.warmup_steps}: this run of {steps} steps ends before its warm-up "
             f"does, at {last:.2g} of --lr-schedule.peak-lr, and learns little; set --lr-schedule.warmup-ratio 0.1, or "
