@@ -167,7 +167,8 @@ def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict, list[
                 skipped[name] = why
             else:
                 channels_first = next(iter(feature.get("names") or [""])) in ("channels", "channel")
-                cameras[name] = ImageFeature(dtype == "video", shape[1:] if channels_first else shape[:2], shape)
+                height, width = shape[1:] if channels_first else shape[:2]
+                cameras[name] = ImageFeature(dtype == "video", (height, width), shape)
         elif dtype == "bool" or dtype.startswith(("float", "int", "uint")):
             if math.prod(shape) > WIDEST_COLUMN:
                 skipped[name] = f"{math.prod(shape)} numbers wide"
