@@ -132,7 +132,9 @@ class Slurm(Launch):
         """CPU cores of each process; None leaves them to the cluster, which often gives one."""
         if self.cpus_per_task is not None:
             return self.cpus_per_task or None
-        return _CORES_PER_GPU * self.gpus_per_node // self.num_tasks_per_node if self.gpus_per_node else None
+        if self.gpus_per_node is None or self.devices_per_process is not None:
+            return None
+        return _CORES_PER_GPU * self.gpus_per_node // self.num_tasks_per_node
 
     @property
     def num_devices(self) -> int:
