@@ -116,6 +116,8 @@ wandering = dataclasses.replace(
 
 roaming = dataclasses.replace(
     wandering,
+    # Slow enough that tasks are not all solved in the second iteration.
+    lr_schedule=LRSchedule(warmup_steps=0, peak_lr=1e-3, decay_steps=100, decay_lr=1e-3),
     model=DiffusionPolicyConfig(
         action_dim=DIMS,
         action_horizon=3,
