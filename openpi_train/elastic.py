@@ -14,8 +14,8 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
 
     `first_devices` is the number of devices at the first start of a continued run, None for a new run. Three
     things may change: the batch size, if it is given per device (`keep_effective_batch_size` False), and with it the
-    groups of practice, so that an iteration has the same number of steps on any devices; accumulation and
-    `fsdp_devices`, if the number of devices differs from the first start (`elastic`); the learning rate
+    groups of practice, so that an iteration has the same number of steps on any devices; accumulation, tensor groups
+    and `fsdp_devices`, if the number of devices differs from the first start (`elastic`); the learning rate
     (`lr_scaling`). At the first start `micro_batch_size` sets the accumulation. Values that do not fit are left
     unchanged, and `Experiment.check` refuses them with advice.
     """
@@ -26,8 +26,12 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
     if not experiment.keep_effective_batch_size:
         experiment = _of_all_devices(experiment, began_on)
     # Devices of a tensor group hold the same rows, so a group counts as one.
+    groups_at_first = max(began_on // experiment.sharding.tensor_devices, 1)
+    if num_devices != began_on and experiment.elastic:
+        experiment, regrouped = _regroup(experiment, num_devices)
+        lines += regrouped
     tensor_devices = experiment.sharding.tensor_devices
-    groups, groups_at_first = (max(devices // tensor_devices, 1) for devices in (num_devices, began_on))
+    groups = max(num_devices // tensor_devices, 1)
     experiment, accumulated = _accumulate(experiment, groups_at_first)
     lines += accumulated
     if num_devices != began_on:
@@ -65,6 +69,21 @@ def _accumulate(experiment: Experiment, num_devices: int) -> tuple[Experiment, l
     return dataclasses.replace(experiment, grad_accum=grad_accum), [line]
 
 
+def _regroup(experiment: Experiment, num_devices: int) -> tuple[Experiment, list[str]]:
+    """The largest tensor groups of so many devices, at most as large as those that the experiment names."""
+    given = experiment.sharding.tensor_devices
+    if num_devices % given == 0:
+        return experiment, []
+    shared = _largest_divisor(num_devices, given)
+    sharding = dataclasses.replace(experiment.sharding, tensor_devices=shared)
+    line = f"tensor_devices {shared} instead of {given}, which does not divide {num_devices}"
+    return dataclasses.replace(experiment, sharding=sharding), [line]
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
+
+
 def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Experiment, list[str]]:
     """Keep the rows per step, with at most as many rows on a device at a time as at the first start."""
     lines = []
@@ -77,7 +96,7 @@ def _fit(experiment: Experiment, num_devices: int, began_on: int) -> tuple[Exper
     if fitting and experiment.micro_batch_size is not None:
         experiment = dataclasses.replace(experiment, micro_batch_size=rows // fitting[0])
     if experiment.fsdp_devices is not None and num_devices % experiment.fsdp_devices:
-        shared = max(n for n in range(1, experiment.fsdp_devices + 1) if num_devices % n == 0)
+        shared = _largest_divisor(num_devices, experiment.fsdp_devices)
         lines.append(f"fsdp_devices {shared} instead of {experiment.fsdp_devices}, which does not divide {num_devices}")
         experiment = dataclasses.replace(experiment, fsdp_devices=shared)
     return experiment, lines

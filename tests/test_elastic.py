@@ -120,3 +120,12 @@ def test_groups_of_practice_per_device_grow_with_the_batch_so_that_an_iteration_
         dataclasses.replace(experiment, num_train_steps=16, save_interval=8).check(devices)
     kept, _ = adapt(dataclasses.replace(given, keep_effective_batch_size=True), 4, None)
     assert kept.practice == given.practice
+
+
+@pytest.mark.parametrize(("num_devices", "groups_of"), [(8, 4), (6, 3), (2, 2), (1, 1)])
+def test_tensor_groups_are_as_large_as_the_devices_allow(num_devices, groups_of):
+    grouped = changed(sharding=ShardingConfig(tensor_devices=4), batch_size=24)
+    experiment, lines = adapt(grouped, num_devices, 16)
+    assert experiment.sharding.tensor_devices == groups_of
+    told = f"tensor_devices {groups_of} instead of 4, which does not divide {num_devices}"
+    assert (told in lines) == (groups_of < 4)

@@ -34,7 +34,7 @@ def test_two_devices_then_one_give_the_losses_of_one(tmp_path, fast_tokenizer, e
     plan = json.loads((tmp_path / "two" / "runs" / experiment / "x" / "plan.json").read_text())
     assert plan["compiled_bytes_per_device"]["state"] == pytest.approx(plan["bytes_per_device"]["state"], rel=0.02)
     # The second half on one process with one device.
-    train(tmp_path / "two", *flags, "--resume")
+    train(tmp_path / "two", *flags, "--num-train-steps", str(LAST), "--resume")
     train(tmp_path / "one", *flags)
     resumed, expected = losses(tmp_path / "two", experiment), losses(tmp_path / "one", experiment)
     assert set(resumed) == set(expected) == set(range(1, LAST + 1))
