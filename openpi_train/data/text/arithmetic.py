@@ -43,9 +43,14 @@ Problem = tuple[int, int]
 
 def write_missing(path: str | Path) -> None:
     """Write the task's folder if `path` belongs to it and it does not exist."""
-    if written_folder.missing(path, (NAME,)):
+    if missing(path):
         logger.info("%s does not exist yet: writing this embedded dataset", places.datasets() / NAME)
         prepare()
+
+
+def missing(path: str | Path) -> bool:
+    """Whether `path` belongs to the task's folder, which does not exist."""
+    return written_folder.missing(path, (NAME,)) is not None
 
 
 def prepare(directory: str | Path | None = None, *, seed: int = 0) -> Path:

@@ -161,6 +161,34 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     return opened
 
 
+def examine_texts(config: TextData, model: Any) -> list[str]:
+    """Raise what `open_texts` would, as far as the files' names and the tokenizer show; say what is not looked at.
+
+    Nothing is written, and the hub is not asked. Raises FileNotFoundError, DataError or ValueError.
+    """
+    notes = []
+    for number, dataset in enumerate(config.datasets):
+        if dataset.path.startswith(SCHEME):
+            notes.append(f"{dataset.path}: it is on the hub; a start fetches it")
+            continue
+        if arithmetic.missing(dataset.path):
+            notes.append(f"{dataset.path}: the embedded dataset is not written yet; a start does it")
+            continue
+        find_files(dataset.path, dataset.split)
+        if dataset.validation is not None:
+            if names_a_path(dataset.validation):
+                find_files(dataset.validation)
+            else:
+                _refuse_held_out_training(config, number, dataset)
+                find_files(dataset.path, dataset.validation)
+        notes.append(f"{dataset.path}: its texts; a start reads them, and `data check` does so now")
+    if config.tokenizer.startswith(SCHEME):
+        notes.append(f"tokenizer {config.tokenizer}: it is on the hub; a start fetches it")
+    elif not arithmetic.missing(config.tokenizer):
+        _check_model(config, model, load_text_tokenizer(config.tokenizer))
+    return notes
+
+
 def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:
     if not (hasattr(model, "context_length") and hasattr(model, "sizes")):
         raise ValueError(f"{type(model).__name__} reads no texts: choose a language model, or other data")

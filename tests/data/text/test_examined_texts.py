@@ -1,0 +1,67 @@
+"""What a dry run and `launch` find out about text data, without reading the texts or asking the hub."""
+
+import dataclasses
+import json
+
+import chats
+import pytest
+
+from openpi_train.data import places
+from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.models.language import LanguageConfig
+from openpi_train.nn.decoder_sizes import DecoderSizes
+
+SIZES = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
+MODEL = LanguageConfig(sizes=SIZES, context_length=64)
+
+
+@pytest.fixture
+def data(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    tokenizer = str(chats.write(tmp_path / "tokenizer", template=chats.CHATML))
+    return TextData(datasets=(TextDataset(path=str(tmp_path), split="train"),), tokenizer=tokenizer, max_length=64)
+
+
+def changed(data, **fields):
+    return dataclasses.replace(data, datasets=(dataclasses.replace(data.datasets[0], **fields),))
+
+
+def test_data_that_are_there_are_told_to_be_unread(data, tmp_path):
+    assert data.examine(MODEL) == [f"{tmp_path}: its texts; a start reads them, and `data check` does so now"]
+    assert len(changed(data, validation="test").examine(MODEL)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"path": "/nowhere/texts.jsonl"}, "there is no file or folder /nowhere/texts.jsonl: check the path"),
+        ({"split": "validation"}, "no file of the split validation"),
+        ({"validation": "/nowhere/held_out.jsonl"}, "there is no file or folder /nowhere/held_out.jsonl"),
+        ({"validation": "dev"}, "no file of the split dev"),
+    ],
+)
+def test_files_that_are_not_there_are_refused(data, fields, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        changed(data, **fields).examine(MODEL)
+
+
+def test_a_tokenizer_that_is_not_there_or_too_large_for_the_model_is_refused(data):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in /nowhere"):
+        dataclasses.replace(data, tokenizer="/nowhere").examine(MODEL)
+    small = dataclasses.replace(MODEL, sizes=dataclasses.replace(SIZES, vocab_size=5))
+    with pytest.raises(ValueError, match=r"the model 5 \(sizes.vocab_size\)"):
+        data.examine(small)
+
+
+def test_what_is_on_the_hub_or_embedded_is_told_and_not_fetched(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path / "home"))
+    far = dataclasses.replace(changed(data, path="hub:someone/texts"), tokenizer="hub:someone/model")
+    assert [note.partition(":")[2].partition(":")[0] for note in far.examine(MODEL)] == [
+        "someone/texts",
+        "someone/model",
+    ]
+    folder = places.datasets() / "arithmetic"
+    embedded = dataclasses.replace(changed(data, path=str(folder / "sft")), tokenizer=str(folder))
+    (note,) = embedded.examine(MODEL)
+    assert "not written yet" in note and not folder.exists()
