@@ -27,6 +27,7 @@ from openpi_train.data.formats import source_at
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.lerobot.lerobot_layout import is_lerobot
 from openpi_train.data.lerobot.lerobot_metadata import require
+from openpi_train.data.parquet.parquet_scan import FIRST
 from openpi_train.data.repack import is_repacked
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.sidecar import IndexedConfig, digest
@@ -47,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 # Kinds of a dataset that cannot be opened with its robot.
 _REFUSED = ("refused", "robot does not fit", "missing cameras")
-# Columns that only texts have.
-_OF_TEXTS = {"text", "messages", "completion", "chosen", "rejected"}
+# Columns that say that a parquet file holds control steps; also all that begin with "observation".
+_OF_ROBOTS = {FIRST, "action", "actions", "state"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,8 @@ def holds_texts(path: str) -> bool:
         return False
     if not files[0].path.name.endswith(".parquet"):
         return root.is_file() or not any(root.rglob("*.tfrecord*"))
-    return bool(_OF_TEXTS & set(require("pyarrow.parquet").read_schema(files[0].path).names))
+    names = require("pyarrow.parquet").read_schema(files[0].path).names
+    return not any(name in _OF_ROBOTS or name.startswith("observation") for name in names)
 
 
 def as_tables(checked: Sequence[CheckedDataset]) -> str:

@@ -13,8 +13,10 @@ from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.formats import source_at
 from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.parquet import Parquet
 from openpi_train.data.repack import repack
 from openpi_train.data.rlds import Rlds
+from openpi_train.data.source import BadRecord
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.windows import WindowShape
 from openpi_train.models.language import LanguageConfig
@@ -240,6 +242,14 @@ def test_parquet_files_are_told_by_their_columns(tmp_path):
     parquet.write_table(pa.table({"text": ["a b c", "d e f"]}), tmp_path / "words.parquet")
     assert check_data.holds_texts(str(tmp_path / "words.parquet"))
     assert not check_data.holds_texts(str(WRITERS["parquet"](tmp_path / "arm", sound(2))))
+    # verl's table: a list of messages as prompt.
+    asked = pa.table({"data_source": ["gsm8k"], "prompt": [[{"role": "user", "content": "1 + 1?"}]]})
+    parquet.write_table(asked, tmp_path / "verl.parquet")
+    assert check_data.holds_texts(str(tmp_path / "verl.parquet"))
+    with pytest.raises(BadRecord, match="row 0: prompt is list, not a text; is this a table of texts"):
+        Parquet(path=str(tmp_path / "verl.parquet"), cache_dir=str(tmp_path / "cache")).open()
+    (tmp_path / "empty.jsonl").touch()
+    assert [finding.kind for finding in check(tmp_path / "empty.jsonl").findings] == ["no records"]
 
 
 def test_flags_that_have_no_meaning_are_refused(tmp_path):

@@ -35,6 +35,18 @@ def unreadable(data: ExaminedTexts) -> Iterator[Finding]:
             )
 
 
+def no_records(data: ExaminedTexts) -> Iterator[Finding]:
+    """Files without any record."""
+    if not len(data.measures) and not data.measures.bad:
+        yield Finding(
+            kind="no records",
+            count=0,
+            unit="records",
+            training="a run is refused",
+            remedy="Give the files that hold the texts",
+        )
+
+
 def types_mixed(data: ExaminedTexts) -> Iterator[Finding]:
     """Records of several types."""
     counts = data.measures.counts
@@ -179,6 +191,7 @@ class TextFaultKind:
 
 TEXT_KINDS = (
     TextFaultKind(unreadable, "unreadable records"),
+    TextFaultKind(no_records, "no records"),
     TextFaultKind(types_mixed, "types mixed"),
     TextFaultKind(blank, "blank answers"),
     TextFaultKind(no_assistant, "no assistant turn"),

@@ -71,7 +71,7 @@ def scan_file(file: Path, pictures: Path) -> ScannedFile:
             skipped[name] = str(error)
     first = np.asarray(table[FIRST].to_pylist(), bool) if FIRST in table.column_names else np.zeros(num_rows, bool)
     starts = np.union1d([0], np.flatnonzero(first)).astype(np.int64)
-    prompts = [text or "" for text in table[PROMPT].to_pylist()] if PROMPT in table.column_names else [""] * num_rows
+    prompts = _prompts(table[PROMPT].to_pylist()) if PROMPT in table.column_names else [""] * num_rows
     digests = []
     for start, end in zip(starts.tolist(), [*starts[1:].tolist(), num_rows], strict=True):
         digest = hashlib.sha256("\n".join(dict.fromkeys(prompts[start:end])).encode())
@@ -89,6 +89,14 @@ def scan_file(file: Path, pictures: Path) -> ScannedFile:
         digests=digests,
         skipped=skipped,
     )
+
+
+def _prompts(values: list[Any]) -> list[str]:
+    """The instruction of each row. Raises ValueError if one is no text."""
+    for row, value in enumerate(values):
+        if not (value is None or isinstance(value, str)):
+            raise ValueError(f"row {row}: {PROMPT} is {type(value).__name__}, not a text; is this a table of texts?")
+    return [text or "" for text in values]
 
 
 def _is_whole(parquet: Any, name: str, skipped: dict[str, str]) -> bool:
