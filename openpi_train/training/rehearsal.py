@@ -22,6 +22,8 @@ def check_ahead(given: Experiment, num_devices: int) -> int:
     experiment, _ = adapt(given, num_devices, devices_at_first(given))
     experiment.check(num_devices)
     check_run(given)
+    if not begins(given):
+        print(f"it goes on with the run in {given.run_dir}; for a new run give another --exp-name")
     for note in _refused_without_devices(given, experiment):
         print(f"not checked: {note}")
     return 0

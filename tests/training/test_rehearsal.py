@@ -8,7 +8,8 @@ import small_runs
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
 from openpi_train.runtime.world import WorldFlags
-from openpi_train.training.rehearsal import dry_run
+from openpi_train.training.rehearsal import check_ahead, dry_run
+from openpi_train.training.rundir import open_run
 
 
 class DamagedPoints(small_runs.PausingPointData):
@@ -49,3 +50,11 @@ def test_a_run_that_is_there_start_weights_that_are_not_and_damaged_data_are_ref
     (tmp_path / "small" / "x" / "experiment.json").write_text("{}")
     with pytest.raises(UsageError, match="--resume continues it, --overwrite moves it aside"):
         rehearse(given)
+
+
+def test_a_launch_that_goes_on_with_a_run_says_so(given, capsys):
+    assert check_ahead(given, 1) == 0 and "it goes on" not in capsys.readouterr().out
+    open_run(given)
+    again = dataclasses.replace(given, resume=True)
+    assert check_ahead(again, 1) == 0
+    assert f"it goes on with the run in {given.run_dir}" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class LeRobotWriter:
     ):
         if fps != int(fps) or fps < 1:
             raise ValueError(f"fps {fps} is not a whole number of 1 or more, as LeRobot's format requires")
+        if version not in get_args(Version):
+            raise ValueError(f"version {version!r} is not written; it may be {' or '.join(get_args(Version))}")
         self.path, self.fps, self.features = Path(path).expanduser(), int(fps), complete(features)
         self.version: Version = version
         self.codec: Codec = codec

@@ -336,3 +336,8 @@ def test_settings_that_cannot_be_or_are_others_are_refused(tmp_path):
     writer = LeRobotWriter(tmp_path / "odd", fps=5, features=odd)
     with pytest.raises(ValueError, match="63x64 cannot be a video: both sides must be even"):
         writer.add_episode(columns, {"observation.images.top": np.zeros((4, 63, 64, 3), np.uint8)}, task="a")
+
+
+def test_a_version_that_is_not_written_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(ValueError, match=r"version '2\.1' is not written; it may be v2\.1 or v3\.0"):
+        LeRobotWriter(tmp_path / "new", fps=10, features={}, version="2.1")
