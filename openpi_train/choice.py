@@ -3,6 +3,7 @@
 Read next: `registry.py`, which loads them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -20,6 +21,7 @@ from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.described import described
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text.text_data import TextData, TextDataset
+from openpi_train.data.text.text_files import find_files
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
@@ -71,9 +73,17 @@ class ByActionDim:
 
 
 def source_of(path: str) -> SourceConfig:
-    """The dataset at `path`; its format is detected. Raises DataError if there is none."""
-    with reported_as(DataError):
-        return source_at(path)
+    """The dataset at `path`; its format is detected. Raises DataError if there is none, UsageError for texts."""
+    try:
+        with reported_as(DataError):
+            return source_at(path)
+    except DataError:
+        with contextlib.suppress(FileNotFoundError):
+            find_files(path)
+            raise UsageError(
+                f"{path} holds texts: a language model's experiment takes them with --data.mixture {path}"
+            ) from None
+        raise
 
 
 def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:

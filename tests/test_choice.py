@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
-from openpi_train.choice import weighted_path
+from openpi_train.choice import source_of, weighted_path
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.runtime.exits import DataError, UsageError
@@ -191,3 +191,14 @@ def test_the_command_line_may_number_more_rewards_than_the_experiment_has():
     found.check(1)
     with pytest.raises(SystemExit, match="2"):
         cli.parse_experiment("arithmetic_grpo", words)  # there is no 1
+
+
+def test_texts_in_place_of_demonstrations_are_told_with_the_flag_that_takes_them(tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "notes").mkdir()
+    for path in (tmp_path, tmp_path / "chat.jsonl"):
+        with pytest.raises(UsageError, match=f"{path} holds texts: .* --data.mixture {path}"):
+            source_of(str(path))
+    for path in (tmp_path / "notes", tmp_path / "nowhere"):
+        with pytest.raises(DataError):
+            source_of(str(path))
