@@ -25,7 +25,7 @@ from openpi_train.robots.robot import Robot
 logger = logging.getLogger(__name__)
 
 # Increase it when a measure changes: parts of an interrupted pass are then made again.
-_VERSION = 1
+_VERSION = 2
 _BLOCK_STEPS = 1 << 15
 # Columns, by the last part of their names, that say how an episode ended.
 _FLAGS = ("success", "is_success", "done", "is_last")
@@ -56,8 +56,8 @@ class EpisodeTable:
 
     Of each column: `low/<name>`, `high/<name>` [e, d] (of finite values), `not_finite/<name>` int [e, d], `at_low/...`
     and `at_high/...` int [e, d] (steps at the episode's extreme, between its first and last change), and
-    `first_not_finite` int [e], a step or -1. `is_next` and `is_present` int [e]: steps whose action equals the next, or
-    the present, state. `hashes` uint64 [e, k] (`near_copies.py`). `flag/<name>` [e]: 1 if ever set, 0 if not, -1 if
+    `first_not_finite` int [e], a step or -1. `is_next`, `is_present` and `is_previous` int [e]: steps whose action
+    equals that state. `hashes` uint64 [e, k] (`near_copies.py`). `flag/<name>` [e]: 1 if ever set, 0 if not, -1 if
     missing. `gaps`, `jumps`, `backwards` int [e]: of time stamps; `gap_at` and so on the first step of each, or -1.
     `gripper_out`, `gripper_at` int [e, g], `gripper_low`, `gripper_high` [e, g]: of the robot's gripper dims.
     """
@@ -210,7 +210,10 @@ class _Block:
         }
 
     def _shifted(self, values: Mapping[str, np.ndarray]) -> Measures:
-        """Steps, without the episodes' last ones, whose action equals the next state, and the present one."""
+        """Steps whose action equals the next state, the present one, and the previous one.
+
+        The episodes' last steps do not count, of the previous one the first steps.
+        """
         of = {role: [column for column in self.numbers if column.role == role] for role in ("state", "action")}
         pairs = [
             (values[state.name], values[action.name])
@@ -221,13 +224,16 @@ class _Block:
         if not pairs:
             return {}
         counts = []
-        for shift in (1, 0):
+        for shift in (1, 0, -1):
             equal = np.zeros(len(self.episode), bool)
             for state, action in pairs:
-                equal[: len(equal) - 1] |= (action[:-1] == state[shift:][: len(state) - 1]).all(axis=1)
-            equal[self.ends - 1] = False
+                if shift < 0:
+                    equal[1:] |= (action[1:] == state[:-1]).all(axis=1)
+                else:
+                    equal[: len(equal) - 1] |= (action[:-1] == state[shift:][: len(state) - 1]).all(axis=1)
+            equal[self.starts if shift < 0 else self.ends - 1] = False
             counts.append(self._count(equal))
-        return {"is_next": counts[0], "is_present": counts[1]}
+        return {"is_next": counts[0], "is_present": counts[1], "is_previous": counts[2]}
 
     def _flag(self, flags: np.ndarray) -> np.ndarray:
         """Whether a flag is ever set (1), or not (0), or missing (-1)."""

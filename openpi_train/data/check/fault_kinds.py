@@ -47,7 +47,10 @@ KINDS = (
     FaultKind(number_kinds.stuck, ("stuck dims",), at_opening=True),
     FaultKind(number_kinds.clipped, ("clipped sensors",), at_opening=True),
     FaultKind(number_kinds.spikes, ("spike",)),
-    FaultKind(number_kinds.actions_are_states, ("actions are the next states", "actions are the present states")),
+    FaultKind(
+        number_kinds.actions_are_states,
+        ("actions are the next states", "actions are the present states", "actions are the previous states"),
+    ),
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),

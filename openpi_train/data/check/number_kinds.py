@@ -177,18 +177,17 @@ def spikes(data: ExaminedData) -> Iterator[Finding]:
 
 
 def actions_are_states(data: ExaminedData) -> Iterator[Finding]:
-    """Actions that are the next, or the present, state to the last bit: nobody recorded the commands."""
+    """Actions that are the next, the present or the previous state to the last bit: nobody recorded the commands."""
     table, source = data.table, data.source
     steps = source.num_steps - source.num_episodes
     if table.get("is_next") is None or steps < FEWEST_STEPS:
         return
     by_convention = data.robot is not None and data.robot.actions_are_next_states
-    for measure, which in (("is_next", "next"), ("is_present", "present")):
+    nothing_moves = all(int(table[measure].sum()) >= _AGREE * steps for measure in ("is_next", "is_previous"))
+    for measure, which in (("is_next", "next"), ("is_present", "present"), ("is_previous", "previous")):
         equal = int(table[measure].sum())
-        if equal < _AGREE * steps or (which == "next" and by_convention):
+        if equal < _AGREE * steps or (which == "next" and by_convention) or (which != "present" and nothing_moves):
             continue
-        if which == "next" and int(table["is_present"].sum()) >= _AGREE * steps:
-            continue  # nothing moves
         yield Finding(
             kind=f"actions are the {which} states",
             count=equal,
@@ -197,7 +196,7 @@ def actions_are_states(data: ExaminedData) -> Iterator[Finding]:
             training="a policy learns where the arm came to be, not what was commanded: it lags behind, and a gripper "
             "that holds something does not press"
             if which == "next"
-            else "a policy learns to stay where it is",
+            else "a policy learns to stay where it is, or to go back",
             remedy="Record the commands. Where the next states are meant as targets, this is as it should be"
             if which == "next"
             else "Record the commands, or shift the actions by one step",

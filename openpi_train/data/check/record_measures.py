@@ -25,7 +25,7 @@ from openpi_train.data.text.examples import COLUMNS, Example, Text, example_of
 from openpi_train.data.text.text_files import TextFile, parsed
 
 # Increase it when a measure changes.
-_VERSION = 1
+_VERSION = 2
 _REPORT_RECORDS = 1_000
 # UTF-8 that was read as Latin-1 or Windows-1252, what stands where a character could not be read, and NUL.
 _DAMAGED = re.compile("[ÃÂ][\u0080-\u00bf]|â€|ï»¿|\ufffd|\x00")
@@ -40,7 +40,7 @@ _ARRAYS = {
     "flags": np.uint8,
 }
 # Bits of `flags`.
-BLANK, NO_ASSISTANT, NO_LAST_ANSWER, DAMAGED = 1, 2, 4, 8
+BLANK, NO_ASSISTANT, NO_LAST_ANSWER, DAMAGED, BLANK_PROMPT = 1, 2, 4, 8, 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,6 +163,11 @@ def _of_example(example: Example, scripts: dict[str, int]) -> dict[str, int]:
     prompt = "" if example.prompt is None else _flat(example.prompt)
     answers = [_flat(text) for text in example.completions]
     whole = "\n".join([prompt, *answers])
+    asked = [
+        _said(text, "user") for text in (example.prompt, *example.completions[:1]) if not isinstance(text, str | None)
+    ]
+    asked = [prompt] if isinstance(example.prompt, str) else asked
+    blank_prompt = BLANK_PROMPT if asked and not "".join(asked).strip() else 0
 
     def script(text: str) -> int:
         found = main_script(text)
@@ -172,9 +177,10 @@ def _of_example(example: Example, scripts: dict[str, int]) -> dict[str, int]:
         "texts": _digest(prompt, *answers, str(example.label)),
         "prompts": _digest(prompt or whole),
         "characters": len(whole),
-        "prompt_scripts": script(prompt),
-        "answer_scripts": script("\n".join(answers)),
-        "flags": _flags(example, answers) | (DAMAGED if _DAMAGED.search(whole) else 0),
+        "prompt_scripts": script("\n".join(asked)),
+        # Of a preference that of the chosen completion: both together would be those of the longer one.
+        "answer_scripts": script(_said(example.completions[0], "assistant") if example.completions else ""),
+        "flags": _flags(example, answers) | (DAMAGED if _DAMAGED.search(whole) else 0) | blank_prompt,
     }
 
 
@@ -192,6 +198,11 @@ def _flags(example: Example, answers: Sequence[str]) -> int:
         elif text[-1].get("role") not in ("assistant", "tool"):
             found |= NO_LAST_ANSWER
     return found
+
+
+def _said(text: Text, role: str) -> str:
+    """A text, or of a conversation what this role says in it."""
+    return text if isinstance(text, str) else _flat([message for message in text if message.get("role") == role])
 
 
 def _flat(text: Text) -> str:

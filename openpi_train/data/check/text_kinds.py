@@ -8,6 +8,7 @@ import numpy as np
 
 from openpi_train.data.check.record_measures import (
     BLANK,
+    BLANK_PROMPT,
     DAMAGED,
     NO_ASSISTANT,
     NO_LAST_ANSWER,
@@ -105,6 +106,18 @@ def blank(data: ExaminedTexts) -> Iterator[Finding]:
     )
 
 
+def blank_prompts(data: ExaminedTexts) -> Iterator[Finding]:
+    """Prompts without a visible character."""
+    yield from _flagged(
+        data,
+        BLANK_PROMPT,
+        kind="blank prompts",
+        what="a prompt of white space, or a conversation whose user says nothing",
+        training="the model learns to answer a question that it cannot see",
+        remedy="Remove these records, or name the column of the prompts",
+    )
+
+
 def no_assistant(data: ExaminedTexts) -> Iterator[Finding]:
     """Conversations without a turn of the assistant."""
     yield from _flagged(
@@ -194,6 +207,7 @@ TEXT_KINDS = (
     TextFaultKind(no_records, "no records"),
     TextFaultKind(types_mixed, "types mixed"),
     TextFaultKind(blank, "blank answers"),
+    TextFaultKind(blank_prompts, "blank prompts"),
     TextFaultKind(no_assistant, "no assistant turn"),
     TextFaultKind(no_last_answer, "no last answer"),
     TextFaultKind(copies, "copies of texts"),

@@ -54,6 +54,11 @@ def present_states(episodes):
         one.action[:] = one.state
 
 
+def previous_states(episodes):
+    for one in episodes:
+        one.action[1:] = one.state[:-1]
+
+
 def copy(episodes):
     episodes[7] = dataclasses.replace(episodes[2])
 
@@ -120,6 +125,7 @@ ALONE = {
     spike: ("spike", 1, "episode 12, step 9"),
     next_states: ("actions are the next states", None, ""),
     present_states: ("actions are the present states", None, ""),
+    previous_states: ("actions are the previous states", None, ""),
     copy: ("copies of episodes", 1, "episode 7, step 0"),
     near_copy: ("near-copies of episodes", 1, "episode 7, step 0"),
     no_success: ("flags in some episodes only", 2, "episode 4, step 0"),

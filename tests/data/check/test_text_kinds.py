@@ -50,6 +50,20 @@ def endless(rows):
     rows[3]["completion"] = "and so on, " * 4_000
 
 
+def no_question(rows):
+    rows[4]["prompt"] = " "
+
+
+def silent_user(rows):
+    rows[4]["messages"][0]["content"] = "\n"
+
+
+def other_answer(rows):
+    """Shorter than its question."""
+    rows[6]["messages"][0]["content"] = "Please say this number in the language of your own country."
+    rows[6]["messages"][1]["content"] = "Шесть."
+
+
 def silent_assistant(rows):
     rows[4]["messages"][1]["content"] = ""
 
@@ -65,6 +79,7 @@ def open_end(rows):
 # Kind, count, line.
 STANDARD = {
     blank: ("blank answers", 1, 5),
+    no_question: ("blank prompts", 1, 5),
     copied: ("copies of texts", 1, 8),
     damaged: ("damaged characters", 1, 6),
     lost_character: ("damaged characters", 1, 6),
@@ -73,6 +88,8 @@ STANDARD = {
 }
 SPOKEN = {
     silent_assistant: ("blank answers", 1, 5),
+    silent_user: ("blank prompts", 1, 5),
+    other_answer: ("languages mixed", 1, 7),
     no_assistant: ("no assistant turn", 1, 5),
     open_end: ("no last answer", 1, 5),
 }
