@@ -6,10 +6,16 @@ writes it.
 """
 
 import concurrent.futures
+import logging
+import os
 import pathlib
+import stat
 import zlib
+from collections.abc import Callable
 
 from openpi_train.data.files import read_json, write_json
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 4 << 20
@@ -30,22 +36,40 @@ def write_manifest(directory: pathlib.Path) -> None:
 
 def has_manifest(directory: pathlib.Path) -> bool:
     """Whether the save of `directory` was completed (later damage is not checked)."""
-    return (directory / MANIFEST).is_file()
+    try:
+        return stat.S_ISREG(os.stat(directory / MANIFEST).st_mode)
+    except (FileNotFoundError, NotADirectoryError):  # not other errors of the system: they say nothing about it
+        return False
 
 
 def find_damage(directory: pathlib.Path, *, share: int = 0, shares: int = 1, below: str = "") -> str:
     """A text on what is wrong with the checkpoint in `directory`; empty if nothing.
 
+    What seems wrong is read a second time, past the system's cache. That the system cannot read is no damage.
+
     Args:
         share: which of `shares` equal parts of the files this caller reads completely. All callers check all sizes.
         below: look only at files whose path starts with this.
+
+    Raises:
+        OSError: the system failed to read a file.
     """
+    damage = _find_damage(directory, share, shares, below, _crc32)
+    if damage and not _find_damage(directory, share, shares, below, _crc32_from_disk):
+        logger.warning("%s: %s, but not when it was read again: look at this host's memory and disk", directory, damage)
+        return ""
+    return damage
+
+
+def _find_damage(
+    directory: pathlib.Path, share: int, shares: int, below: str, crc32: Callable[[pathlib.Path], int]
+) -> str:
     if not has_manifest(directory):
         return f"{MANIFEST} is missing: the save was interrupted"
     try:
         files = read_json(directory / MANIFEST)["files"]
         entries = sorted((size, name, crc) for name, (size, crc) in files.items() if name.startswith(below))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     if not files:
         return f"{MANIFEST} lists no file"
@@ -57,7 +81,7 @@ def find_damage(directory: pathlib.Path, *, share: int = 0, shares: int = 1, bel
             return f"{name} is truncated: it has {path.stat().st_size} bytes and was saved with {size}"
     mine = entries[share::shares]  # sorted by size, so that the shares are similar
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        found = pool.map(lambda entry: _crc32(directory / entry[1]), mine)
+        found = pool.map(lambda entry: crc32(directory / entry[1]), mine)
         for (_, name, saved), now in zip(mine, found, strict=True):
             if now != saved:
                 return f"{name} is corrupt: its crc32 is {now:08x} and was saved as {saved:08x}"
@@ -70,3 +94,10 @@ def _crc32(path: pathlib.Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
+
+
+def _crc32_from_disk(path: pathlib.Path) -> int:
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return _crc32(path)

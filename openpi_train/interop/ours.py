@@ -24,6 +24,7 @@ from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, Sto
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
+from openpi_train.runtime.passing_errors import patiently
 
 META = "meta.json"
 
@@ -76,7 +77,8 @@ def _check(step: Place, below: str) -> None:
     if step.local is None:
         return
     share, shares = jax.process_index(), jax.process_count()
-    if damage := find_damage(step.local, share=share, shares=shares, below=below):
+    local = step.local
+    if damage := patiently(lambda: find_damage(local, share=share, shares=shares, below=below), f"reading {step}"):
         raise CheckpointError(f"{step} cannot be used: {damage}. Use another step, or fetch it again")
 
 

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 _CONTAINER = "train"
 _REPLICATED_JOB = "hosts"
 _GIVE_UP = [codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.NUMBERS, codes.INDIVISIBLE]  # the same would happen again
-_GO_ON = [codes.PEER_LOST, codes.PREEMPTED]
+_GO_ON = [codes.PEER_LOST, codes.HARDWARE, codes.PREEMPTED]
 # Distinguishes jobs, and in a JobSet also attempts: every Job has its own uid.
 _UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 

@@ -46,7 +46,7 @@ class LaunchOutcome:
     asked: bool = False
     """This launcher was told to stop, by a signal or Ctrl-C."""
     lost_hosts: tuple[str, ...] = ()
-    """Hosts that could not be reached, or were lost."""
+    """Hosts that could not be reached, or were lost, or whose hardware has failed."""
     status: Status = NOTHING
     """The status of process 0."""
 
@@ -196,7 +196,9 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
         code=code,
         reason=reason,
         asked=bool(received),
-        lost_hosts=tuple(dict.fromkeys(record.host for record in records if record.lost)),
+        lost_hosts=tuple(
+            dict.fromkeys(record.host for record in records if record.lost or record.code == codes.HARDWARE)
+        ),
         status=records[0].status,
     )
 

@@ -207,6 +207,8 @@ def script(job: Slurm) -> str:
             *activate,
             "",
             f"max_restarts={job.max_restarts}",
+            # What this script and its restarts remember.
+            f'export job_files={shlex.quote(f"{job.absolute(job.output_dir)}/{job.name}_")}"$SLURM_JOB_ID"',
             _TASK,
             f"program=({shlex.join(_program(job))})",
             f"{shlex.join(_srun(job))} \\",
@@ -316,10 +318,14 @@ def _submit(file: Path, job: Slurm) -> str:
 
 _TASK = r"""
 # srun returns the highest exit code of its tasks, which should be the cause and not a consequence. So each
-# task raises its own: an error of the program (1 to 49) by 200, "lost a peer" and "saved and stopped" (70, 75) by
-# 100. A task that was killed (129 and up) then counts only if there is no other cause. The program handles signals.
-task='trap : INT TERM USR1 USR2; "$@"; code=$?
-    case $code in 70|75) code=$((code + 100));; [1-9]|[1-4][0-9]) code=$((code + 200));; esac; exit "$code"'
+# task raises its own: an error of the program (1 to 49) by 200, "lost a peer", "hardware has failed" and "saved and
+# stopped" (70, 71, 75) by 100. A task that was killed (129 and up) then counts only if there is no other cause. The
+# program handles signals.
+task='trap : INT TERM USR1 USR2
+    [ "$SLURM_PROCID" = 0 ] && export OPENPI_TRAIN_STATUS_FILE="$job_files.status.json"
+    "$@"; code=$?
+    [ "$code" = 71 ] && echo "$SLURMD_NODENAME" >> "$job_files.failed_nodes"
+    case $code in 70|71|75) code=$((code + 100));; [1-9]|[1-4][0-9]) code=$((code + 200));; esac; exit "$code"'
 
 # The time limit and `scancel --signal=TERM <job>` reach the tasks without this shell, `scancel --batch` only this
 # shell, which forwards it; not through srun, which would kill the tasks.
@@ -332,23 +338,46 @@ wait "$step"
 code=$?
 trap '' TERM USR1
 case $code in
-    170 | 175) code=$((code - 100)) ;;
+    170 | 171 | 175) code=$((code - 100)) ;;
     20[1-9] | 2[1-4][0-9]) code=$((code - 200)) ;;
 esac
 
-# 70: a process or the network was lost. 75: saved and stopped. 143: told to stop before the program listened.
-restarts=${SLURM_RESTART_COUNT:-0}
-say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start $((restarts + 1)): exit code $code, $*"; }
+# slurmctld may be away for some minutes.
+patiently() {
+    for pause in 1 2 5 10 20 30 60 60 60 60; do "$@" && return; sleep "$pause"; done
+    "$@"
+}
+
+# Restarts are counted from the last progress on: a start that saved a later step than any before begins anew.
+starts=$((${SLURM_RESTART_COUNT:-0} + 1))
+last_saved=0 restarts=0
+[ -r "$job_files.restarts" ] && read -r last_saved restarts < "$job_files.restarts"
+saved=$(sed -n 's/.*"saved_step": \([0-9]*\).*/\1/p' "$job_files.status.json" 2>/dev/null)
+if [ "${saved:-0}" -gt "$last_saved" ]; then last_saved=$saved restarts=0; fi
+
+# 70: a process, the network or the file system was lost. 71: hardware has failed. 75: saved and stopped. 143: told to
+# stop before the program listened.
+avoid_failed_nodes() {  # only a pending job can be given nodes to avoid; one that needs all nodes gets them again
+    failed=$(sort -u "$job_files.failed_nodes") others=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" \
+        --states=idle,alloc,mix --format=%N | sort -u | grep -vxF "$failed" | wc -l)
+    if [ "$others" -ge "$SLURM_JOB_NUM_NODES" ]; then
+        say "without nodes whose hardware has failed: $(echo "$failed" | paste -sd,)"
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(echo "$failed" | paste -sd,)"
+    fi
+}
+say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start $starts: exit code $code, $*"; }
 case $code in
-    70 | 75 | 143)
-        state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+    70 | 71 | 75 | 143)
+        state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
         if [ "$state" != RUNNING ]; then
             say "not requeued, since the job is being ended from outside (state: ${state:-unknown})"
         elif [ "$restarts" -ge "$max_restarts" ]; then
-            say "not requeued again: --max-restarts $max_restarts"
+            say "not requeued again: $restarts restarts in a row saved nothing new (--max-restarts $max_restarts)"
         else
             say "requeueing"
-            scontrol requeue "$SLURM_JOB_ID" || say "scontrol could not requeue it"
+            echo "$last_saved $((restarts + 1))" > "$job_files.restarts"
+            patiently scontrol requeue "$SLURM_JOB_ID" || say "scontrol could not requeue it"
+            [ "$code" = 71 ] && avoid_failed_nodes
         fi
         ;;
     *) say "the run has ended" ;;

@@ -20,12 +20,16 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of the run. `number` is 0 for the first; `in_vain` counts consecutive restarts without progress."""
+    """One start of the run. `number` is 0 for the first; `in_vain` counts the starts without progress before it.
+
+    `restarts` counts those since the last progress, of `Rules.max_restarts`.
+    """
 
     arguments: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     number: int = 0
     in_vain: int = 0
+    restarts: int = 0
     saved_step: int = 0
 
     @property
@@ -40,7 +44,10 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The number of restarts, and the minimum number of hosts (None: always all). `fits`: whether n hosts can share."""
+    """The number of restarts without progress, and the minimum number of hosts (None: always all).
+
+    `fits`: whether n hosts can share the batch.
+    """
 
     max_restarts: int
     min_hosts: int | None = None
@@ -49,7 +56,8 @@ class Rules:
 
 def max_restarts_option() -> Any:
     """The option of every launcher that can restart a run."""
-    help = "restarts after a killed or lost process, or a stop not requested from this launcher (0)"
+    help = "restarts in a row without a new checkpoint, after a killed or lost process, failed hardware, or a stop not "
+    help += "requested from this launcher (0)"
     return option(help, 0, type=at_least(0), metavar="N")
 
 
@@ -63,7 +71,7 @@ def supervise(begin: Callable[[Start], LaunchOutcome], start: Start, rules: Rule
         following = after(start, outcome, rules)
         if following is None:
             if rules.max_restarts and can_be_mended(outcome):
-                tell(f"not restarted: no restart is left (--max-restarts {rules.max_restarts})")
+                tell(f"not restarted: {rules.max_restarts} in a row saved nothing new (--max-restarts)")
             return outcome.code
         if _stopped_within(following.pause_s, announcement(start, outcome, following, rules)):
             return outcome.code
@@ -73,23 +81,25 @@ def supervise(begin: Callable[[Start], LaunchOutcome], start: Start, rules: Rule
 def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
     """The start that follows one that ended so; None for no restart."""
     fewer = _one_less(start.hosts, outcome, rules)
-    if start.number >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
-        return None
     further = outcome.status.saved_step > start.saved_step
+    restarts = 0 if further else start.restarts
+    if restarts >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
+        return None
     return Start(
         # A start that ended before opening its directory may have left an older run there.
         arguments=resumed(start.arguments, has_saved=further) if outcome.status.opened else start.arguments,
         hosts=fewer or _remaining(start.hosts, outcome, rules),
         number=start.number + 1,
         in_vain=0 if further else start.in_vain + 1,
+        restarts=restarts + 1,
         saved_step=max(outcome.status.saved_step, start.saved_step),
     )
 
 
 def can_be_mended(outcome: LaunchOutcome) -> bool:
-    """Whether a restart may help: after a lost peer, a stop requested elsewhere, or a killing signal."""
+    """Whether a restart may help: after a lost peer, failed hardware, a stop requested elsewhere, a killing signal."""
     killed = outcome.code > 128 and outcome.code != codes.INTERRUPTED
-    return not outcome.asked and (killed or outcome.code in (codes.PEER_LOST, codes.PREEMPTED))
+    return not outcome.asked and (killed or outcome.code in (codes.PEER_LOST, codes.HARDWARE, codes.PREEMPTED))
 
 
 def resumed(arguments: tuple[str, ...], *, has_saved: bool = False) -> tuple[str, ...]:
@@ -102,7 +112,7 @@ def resumed(arguments: tuple[str, ...], *, has_saved: bool = False) -> tuple[str
 
 def announcement(start: Start, outcome: LaunchOutcome, following: Start, rules: Rules) -> str:
     """The line with the reason, delay and hosts of a restart, and the restarts left."""
-    left = rules.max_restarts - following.number
+    left = rules.max_restarts - following.restarts
     without = [host for host in start.hosts if host not in following.hosts]
     hosts = f"; without {', '.join(without)}: on {', '.join(following.hosts)}" if without else ""
     restarts = f"{left} more restart{'' if left == 1 else 's'} left"

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -24,6 +25,7 @@ CHECKPOINT = 4
 NUMBERS = 5
 INDIVISIBLE = 6
 PEER_LOST = 70
+HARDWARE = 71
 PREEMPTED = 75
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -70,6 +72,18 @@ class PeerLostError(RunError):
     exit_code = PEER_LOST
 
 
+class StorageError(RunError):
+    """A file system has failed to read or write for minutes; a restart may find it well again."""
+
+    exit_code = PEER_LOST
+
+
+class HardwareError(RunError):
+    """A device, or the host that holds it, has failed: a restart helps, best without this host."""
+
+    exit_code = HARDWARE
+
+
 class Preempted(RunError):
     """The run was asked to stop and has saved everything: start it again to continue. `session.stop()` comes first."""
 
@@ -101,6 +115,29 @@ _PEER_LOST_SIGNS = (
 )
 
 
+# What CUDA, cuDNN and XLA write when a device, its driver or its link has failed: names of CUDA's errors
+# (https://docs.nvidia.com/cuda/cuda-driver-api, CUresult). An illegal address is rarely a kernel's own mistake here:
+# the programs are XLA's, and the same one runs on the other devices.
+_HARDWARE_SIGNS = (
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_NO_DEVICE",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE",
+    "CUDA_ERROR_SYSTEM_NOT_READY",
+    "CUDA_ERROR_EXTERNAL_DEVICE",
+    "CUDA_ERROR_CONTAINED",
+    "uncorrectable ECC error",
+)
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code that tells a launcher what `error`, or one of its causes, means."""
     for cause in _chain(error):
@@ -109,6 +146,8 @@ def exit_code_of(error: BaseException) -> int:
         if isinstance(cause, KeyboardInterrupt):
             return INTERRUPTED
         from_runtime = isinstance(cause, RuntimeError | ValueError | OSError)
+        if from_runtime and any(sign in str(cause) for sign in _HARDWARE_SIGNS):
+            return HARDWARE
         if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
             return PEER_LOST
     return BUG
@@ -168,6 +207,15 @@ def _report(error: BaseException, code: int) -> None:
         kept = logs.keep_traceback(error)
         logger.error(
             "another process or the network to it was lost (%s)", brief(error), exc_info=None if kept else error
+        )
+    elif code == HARDWARE:
+        kept = logs.keep_traceback(error)
+        logger.error(
+            "a device of host %s has failed (%s): start again with --resume, without this host if it fails again; "
+            "`nvidia-smi -q` and the kernel's log (Xid) say more",
+            socket.gethostname(),
+            brief(error),
+            exc_info=None if kept else error,
         )
     else:
         logger.error("ended by an unexpected error", exc_info=error)

@@ -310,7 +310,7 @@ def test_a_malformed_option_is_named(option, value, capsys):
 
 def test_the_codes_are_those_of_the_runtime():
     assert kubernetes._GIVE_UP == [exits.USAGE, exits.DATA, exits.CHECKPOINT, exits.NUMBERS, exits.INDIVISIBLE]
-    assert kubernetes._GO_ON == [exits.PEER_LOST, exits.PREEMPTED]
+    assert kubernetes._GO_ON == [exits.PEER_LOST, exits.HARDWARE, exits.PREEMPTED]
 
 
 @pytest.fixture

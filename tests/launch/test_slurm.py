@@ -22,8 +22,8 @@ def dry_run(capsys, *options: str, arguments: list[str] = EXPERIMENT) -> str:
 
 def job_of(*arguments: str, **options) -> Slurm:
     """A job of one process."""
-    places = {"folder": Path("/"), "output_dir": Path("/tmp")}
-    return Slurm(arguments=arguments, processes_per_node=1, job_name="a", **places, **options)
+    usual = {"folder": Path("/"), "output_dir": Path("/tmp"), "processes_per_node": 1, "job_name": "a"}
+    return Slurm(arguments=arguments, **{**usual, **options})
 
 
 def headers(text: str) -> list[str]:
@@ -324,8 +324,12 @@ def test_job_specifications_are_checked_without_the_command_line():
 # what `squeue` and `scontrol` are asked is answered from variables, or written down.
 STAND_INS = """
 srun() { while [ "$1" != bash ]; do shift; done; "$@"; }
-squeue() { echo "$STATE"; }
-scontrol() { echo "scontrol $*"; }
+sleep() { :; }
+# The tries are counted in a file, since squeue runs in a subshell.
+away() { echo try >> "$job_files.tries"; [ "$(wc -l < "$job_files.tries")" -le "${AWAY:-0}" ]; }
+squeue() { away && return 1; echo "$STATE"; }
+scontrol() { away && return 1; echo "scontrol $*"; }
+sinfo() { printf 'node%s\n' 1 2 3 3; }
 """
 
 
@@ -342,28 +346,59 @@ scontrol() { echo "scontrol $*"; }
         ("exit 75", 75, 0, "COMPLETING", False),  # scancel
         ("exit 75", 75, 0, "", False),
         ("kill -TERM $$", 143, 0, "RUNNING", True),
+        ("exit 71", 71, 0, "RUNNING", True),
         ("kill -SEGV $$", 139, 0, "RUNNING", False),
     ],
 )
-def test_the_job_ends_with_the_runs_code_and_is_requeued_where_that_can_help(task, code, start, state, requeued):
-    text = script(job_of(task, program=("bash", "-c"), max_restarts=2))
-    environ = {**os.environ, "SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(start), "STATE": state}
-    done = subprocess.run(["bash"], input=STAND_INS + text, env=environ, capture_output=True, text=True, timeout=120)
+def test_the_job_ends_with_the_runs_code_and_is_requeued_where_that_can_help(
+    task, code, start, state, requeued, tmp_path
+):
+    job = job_of(task, program=("bash", "-c"), max_restarts=2, output_dir=tmp_path)
+    (tmp_path / f"{job.name}_4711.restarts").write_text(f"100 {start}\n")
+    done = play(script(job), SLURM_RESTART_COUNT=str(start), STATE=state)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("scontrol requeue 4711" in done.stdout) == requeued
     assert f"job 4711, start {start + 1}: exit code {code}, " in done.stdout
 
 
-def test_of_several_tasks_the_cause_has_the_highest_code():
+def play(text: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run the batch script as process 0 on node1, one of two nodes that the job needs of three."""
+    of_slurm = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "all"}
+    environ = {**os.environ, **of_slurm, "SLURMD_NODENAME": "node1", "STATE": "RUNNING", **environment}
+    return subprocess.run(["bash"], input=STAND_INS + text, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def test_restarts_of_a_job_are_counted_from_its_last_progress_on(tmp_path):
+    saves = """echo '{"opened": true, "saved_step": '"$STEP"'}' > "$OPENPI_TRAIN_STATUS_FILE"; exit 70"""
+    text = script(job_of(saves, program=("bash", "-c"), max_restarts=1, output_dir=tmp_path))
+    requeued = ["scontrol requeue" in play(text, STEP=str(step)).stdout for step in (10, 20, 30, 30, 30)]
+    assert requeued == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("away", [2, 5])
+def test_a_controller_that_is_away_for_a_moment_costs_no_job(tmp_path, away):
+    text = script(job_of("exit 70", program=("bash", "-c"), max_restarts=1, output_dir=tmp_path))
+    assert "scontrol requeue 4711" in play(text, AWAY=str(away)).stdout
+
+
+@pytest.mark.parametrize(("needed", "excluded"), [("2", True), ("3", False)])
+def test_a_node_whose_hardware_has_failed_is_left_out_where_enough_others_are_there(tmp_path, needed, excluded):
+    text = script(job_of("exit 71", program=("bash", "-c"), max_restarts=1, output_dir=tmp_path))
+    done = play(text, SLURM_JOB_NUM_NODES=needed)
+    assert "scontrol requeue 4711" in done.stdout
+    assert ("scontrol update JobId=4711 ExcNodeList=node1" in done.stdout) == excluded
+
+
+def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
     """srun ends with the highest code of its tasks. An error outranks a lost peer, which outranks a killed task."""
     codes = {}
-    for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 75", "exit 1", "exit 5"):
-        text = script(job_of(task, program=("bash", "-c")))
+    for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5"):
+        text = script(job_of(task, program=("bash", "-c"), output_dir=tmp_path))
         stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; echo "task $?"; }\n'
         environ = {**os.environ, "SLURM_JOB_ID": "1"}
         done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)
         codes[task] = int(done.stdout.partition("task ")[2].split()[0])
     assert codes["exit 0"] == 0
     ranked = sorted(codes, key=codes.__getitem__)
-    assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 75", "exit 1", "exit 5"]
+    assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5"]
     assert max(codes.values()) <= 255

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIRST = Start(arguments=("debug", "--exp-name", "x", "--overwrite"), hosts=("a", "b", "c", "d"))
 
 
-@pytest.mark.parametrize("code", [70, 75, 128 + 9, 128 + 15, 128 + 11, 128 + 6])
+@pytest.mark.parametrize("code", [70, 71, 75, 128 + 9, 128 + 15, 128 + 11, 128 + 6])
 def test_a_lost_peer_a_stop_from_elsewhere_and_a_kill_are_mended(code):
     assert can_be_mended(LaunchOutcome(code=code))
     assert after(FIRST, LaunchOutcome(code=code), Rules(max_restarts=1)) is not None
@@ -31,7 +31,7 @@ def test_errors_of_the_run_itself_and_its_end_are_left_alone(code):
     assert after(FIRST, LaunchOutcome(code=code), Rules(max_restarts=9)) is None
 
 
-@pytest.mark.parametrize("code", [70, 75, 137, 143])
+@pytest.mark.parametrize("code", [70, 71, 75, 137, 143])
 def test_a_stop_asked_of_the_launcher_is_obeyed(code):
     assert after(FIRST, LaunchOutcome(code=code, asked=True), Rules(max_restarts=9)) is None
 
@@ -95,6 +95,19 @@ def test_lost_hosts_are_left_out_where_enough_are_left_that_can_share_the_batch(
     assert following and following.hosts == tuple(expected)
 
 
+def test_restarts_are_counted_from_the_last_progress_on():
+    """A preemptible run goes on for ever; one that saves nothing new ends after `max_restarts`."""
+    start, rules = FIRST, Rules(max_restarts=2)
+    for saved_step in range(1, 101):
+        following = after(start, LaunchOutcome(code=75, status=Status(opened=True, saved_step=saved_step)), rules)
+        assert following and following.restarts == 1
+        start = following
+    assert start.number == 100
+    no_progress = LaunchOutcome(code=70, status=Status(opened=True, saved_step=100))
+    start = after(start, no_progress, rules)
+    assert start and after(start, no_progress, rules) is None
+
+
 def test_the_announcement_says_why_when_where_and_how_often_still():
     outcome = LaunchOutcome(code=70, reason="process 3 on b failed with exit code 70", lost_hosts=("b",))
     rules = Rules(max_restarts=2, min_hosts=1)
@@ -127,7 +140,7 @@ def test_the_last_code_is_the_launchers_and_the_end_of_restarts_is_said(monkeypa
         "starting again in 2 s (1 more restart left)",
         "starting again in 4 s (0 more restarts left)",
     ]
-    assert last == "not restarted: no restart is left (--max-restarts 2)"
+    assert last == "not restarted: 2 in a row saved nothing new (--max-restarts)"
 
 
 def launcher(child: str, folder: Path, *options: str, first: str = "") -> subprocess.Popen:

@@ -81,16 +81,16 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(copy, finished
     done = openpi_train(*RUN, *places(copy), "--resume")
     check(done, DONE, "checkpoint 4 cannot be used", "is corrupt", "falling back to checkpoint 2")
     assert losses(copy, "seeing") == losses(finished[0], "seeing")
-    assert list(run_of(copy).glob("4.damaged-*"))
+    assert not list(run_of(copy).glob("4.damaged-*")), "a new checkpoint 4 is whole, so the damaged one is gone"
 
 
 def test_when_all_checkpoints_are_damaged_each_is_named(copy):
     os.truncate(run_of(copy) / "2" / "meta.json", 10)
-    (run_of(copy) / "4" / "manifest.json").unlink()
+    os.truncate(run_of(copy) / "4" / "manifest.json", 10)
     done = openpi_train(*RUN, *places(copy), "--resume")
     says = (
         "2: meta.json is truncated",
-        "4: manifest.json is missing",
+        "4: manifest.json cannot be read",
         "Put a copy back, or start anew with --overwrite",
     )
     check(done, CHECKPOINT, "all 2 checkpoints in", *says)

@@ -30,7 +30,20 @@ def end(body: str) -> subprocess.CompletedProcess:
         (exits.CheckpointError("x"), 4),
         (exits.NumbersError("x"), 5),
         (exits.PeerLostError("x"), 70),
+        (exits.StorageError("x"), 70),
+        (exits.HardwareError("x"), 71),
         (exits.Preempted("x"), 75),
+        # As jaxlib 0.10 writes them.
+        (
+            RuntimeError("INTERNAL: Could not synchronize: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC"),
+            71,
+        ),
+        (
+            RuntimeError("INTERNAL: Failed to launch CUDA kernel: CUDA_ERROR_LAUNCH_FAILED: unspecified"),
+            71,
+        ),
+        (RuntimeError("INTERNAL: no supported devices found: CUDA_ERROR_NO_DEVICE: no CUDA-capable device"), 71),
+        (RuntimeError("RESOURCE_EXHAUSTED: CUDA_ERROR_OUT_OF_MEMORY: out of memory"), 1),
         (ValueError("UNKNOWN: Gloo all-reduce failed: [..] Connection reset by peer"), 70),
         (RuntimeError("UNAVAILABLE: Failed to send RPC to coordination service"), 70),
         (ValueError("12 is not a multiple of 8"), 1),

@@ -1,6 +1,7 @@
 """The sbatch file that `launch slurm` writes, on a real Slurm: what becomes of the job, for each way to end."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -85,6 +86,23 @@ def test_a_job_is_requeued_only_where_that_helps(actors, play):
     ended = {job: actors.await_end(job) for job in expected}
     found = {job: (state["JobState"], state["ExitCode"], state["Restarts"]) for job, state in ended.items()}
     assert found == expected, "\n".join(actors.output(job) for job in expected if found[job] != expected[job])
+
+
+def test_a_job_goes_on_without_a_node_whose_hardware_has_failed(actors):
+    job = slurm_form.Slurm(
+        arguments=("-c", 'echo "runs on $SLURMD_NODENAME"; [ "$SLURM_RESTART_COUNT" = 1 ] || exit 71'),
+        program=("bash",),
+        processes_per_node=1,
+        job_name="hardware",
+        folder=actors.folder,
+        output_dir=actors.folder,
+    )
+    (actors.folder / "hardware.sh").write_text(slurm_form.script(job))
+    number = actors.run("sbatch", "--parsable", actors.folder / "hardware.sh")
+    ended = actors.await_end(number)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), actors.output(number)
+    nodes = re.findall(r"runs on (node\d)", actors.output(number))
+    assert len(nodes) == len(set(nodes)) == 2, actors.output(number)
 
 
 @pytest.mark.parametrize("way", SIGNALS)

@@ -6,6 +6,7 @@
                  tokenizer/     its files, so that the checkpoint answers wherever it is copied to
                  meta.json      step, data position, experiment, versions, dtype and shape of every leaf
                  manifest.json  size and crc32 of every file, written last (`manifest.py`)
+    <run>/<step>.saving         the same until it is complete; then it gets its name
     <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
 
 Each process copies its part to the host; the rest of a save happens in one background thread, so a save
@@ -30,12 +31,13 @@ from typing import Any, NoReturn
 import jax
 
 from openpi_train.data.files import read_json, set_aside
-from openpi_train.interop.manifest import find_damage, has_manifest, write_manifest
+from openpi_train.interop.manifest import find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
 from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
@@ -189,7 +191,7 @@ class Checkpoints:
             if local:
                 logger.info("local checkpoint %d is older than the run directory's %d", local.step, step)
             local, directory = None, self.step_dir(step)
-            meta = read_json(directory / "meta.json")
+            meta = patiently(lambda: read_json(directory / "meta.json"), f"reading {directory}")
             check_same_leaves(meta["leaves"], describe(wanted), where=str(directory), cast=cast)
         elif local is not None:
             step, directory, meta = local.step, local.directory, local.meta
@@ -269,9 +271,8 @@ class Checkpoints:
         return self._local.save(step, items, meta)
 
     def _obstacle(self, step: int, size: int) -> str:
-        if self.step_dir(step).exists() and not has_manifest(self.step_dir(step)):
-            set_aside(self.step_dir(step), "damaged")
-        elif self.step_dir(step).exists():
+        self._dirs.set_aside_interrupted()
+        if self.step_dir(step).exists():
             return (
                 f"{self.step_dir(step)} exists already, from another run or one that was not restored; "
                 "use --resume to continue that run, or --overwrite to move it aside"
@@ -317,18 +318,20 @@ class Checkpoints:
         source: PieceSource,
     ) -> None:
         """In the background: write the arrays, complete the checkpoint, then delete old ones."""
-        self._writer.write(self.step_dir(step), arrays, source)
+        draft = self._dirs.draft(step)
+        self._writer.write(draft, arrays, source)
         if not self._is_writer:
             return
-        directory = self.step_dir(step)
-        beside(directory)
-        write_manifest(directory)
+        beside(draft)
+        write_manifest(draft)
+        draft.rename(self.step_dir(step))  # a directory with a number as its name is always complete
         preempt.note_save(step, time.monotonic() - started)
         self._dirs.note_complete(step)
 
     def _damage(self, step: int) -> str:
         """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files."""
-        damage = find_damage(self.step_dir(step), share=jax.process_index(), shares=jax.process_count())
+        directory, share, shares = self.step_dir(step), jax.process_index(), jax.process_count()
+        damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
         return next((text for text in agree.gather(f"verify checkpoint {step}", damage) if text), "")
 
     def _require_whole(self, step: int) -> None:
@@ -345,7 +348,10 @@ class Checkpoints:
 
         Only steps above `above`, that of a local save; -1: there is none.
         """
-        committed = [step for step in self._dirs.committed() if step > above] if self._is_writer else None
+        committed = None
+        if self._is_writer:
+            self._dirs.set_aside_interrupted()
+            committed = [step for step in self._dirs.committed() if step > above]
         steps = agree.broadcast("list checkpoints", committed)
         damaged: dict[int, str] = {}
         chosen = None

@@ -1,5 +1,6 @@
 """The checkpoints in a run directory: which exist, which are kept, which is best. Read next: `checkpoint_store.py`."""
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -7,6 +8,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.interop.manifest import has_manifest
@@ -14,14 +16,19 @@ from openpi_train.training.best import Best
 
 logger = logging.getLogger(__name__)
 
-_LEFT_OVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
+# Orbax writes `<step>.saving.orbax-checkpoint-tmp`, before version 0.2 `<step>.orbax-checkpoint-tmp`.
+_LEFT_OVER = re.compile(r"\d+\.(saving.*|orbax-checkpoint-tmp.*|deleting)")
+# Checkpoints that are of no use any more once a later one is complete.
+_USELESS = re.compile(r"(\d+)\.(?:damaged|interrupted)-.*")
 
 
 class StepDirs:
     """The step directories of a run. Only process 0 may call methods that change them.
 
     Keeps the newest `keep_last`, those at multiples of `keep_period` (None: none), and the best. The best is not
-    moved: `best.json` names it and `best` links to it. `latest` links to the newest complete one.
+    moved: `best.json` names it and `best` links to it. `latest` links to the newest complete one. What fails while
+    links are made and old checkpoints are deleted is warned of and tried again at the next save: the new checkpoint is
+    whole. A file server refuses to delete what a server on another host has open, or a colleague's file.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep_last: int, keep_period: int | None):
@@ -35,6 +42,10 @@ class StepDirs:
     def path(self, step: int) -> pathlib.Path:
         """The directory of the checkpoint of `step`."""
         return self.directory / str(step)
+
+    def draft(self, step: int) -> pathlib.Path:
+        """Where a checkpoint lies until it is complete."""
+        return self.directory / f"{step}.saving"
 
     def committed(self) -> list[int]:
         """The steps that have a directory, complete or not, oldest first."""
@@ -57,15 +68,21 @@ class StepDirs:
 
     def note_complete(self, step: int) -> None:
         """Link the step as the latest, and as the best if it is, and delete checkpoints that are not kept."""
-        with self._lock:
+        with self._lock, _tried("linking and deleting checkpoints"):
             self.link_latest()
             self._update_best(step)
+            for path in self.directory.iterdir():
+                useless = _USELESS.fullmatch(path.name)
+                if useless and int(useless[1]) <= step:
+                    logger.warning("removing %s: checkpoint %d is complete", path, step)
+                    _remove(path)
             complete, best = self.complete(), self.best
             keep = {*complete[-self._keep_last :], *([best.step] if best else [])}
             for old in complete:
                 if old not in keep and (self._keep_period is None or old % self._keep_period):
                     # Renamed first: a partly deleted directory must not look like a checkpoint.
-                    _remove(self.path(old).rename(self.path(old).with_suffix(".deleting")))
+                    with _tried(f"deleting {self.path(old)}"):
+                        _remove(self.path(old).rename(self.path(old).with_suffix(".deleting")))
 
     def link_latest(self) -> None:
         """Link the newest complete step as `latest`."""
@@ -92,7 +109,20 @@ class StepDirs:
         for path in self.directory.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 logger.warning("removing %s, left behind by a save or clean-up that failed or was killed", path)
-                _remove(path)
+                with _tried(f"removing {path}"):
+                    _remove(path)
+
+    def set_aside_interrupted(self) -> None:
+        """Set the newest checkpoint aside if it has no manifest: its save was interrupted by an older version of us.
+
+        Only the newest can be: others without one have lost theirs.
+        """
+        steps = self.committed()
+        if steps and not has_manifest(self.path(steps[-1])):
+            place = set_aside(self.path(steps[-1]), "interrupted")
+            logger.warning(
+                "the save of checkpoint %d was interrupted; what there was of it lies in %s", steps[-1], place
+            )
 
     def _update_best(self, step: int) -> None:
         value, best = self._metrics.get(step), self.best
@@ -129,6 +159,14 @@ def best_of(directory: pathlib.Path) -> Best | None:
 
 def _steps(directory: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+@contextlib.contextmanager
+def _tried(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s failed and is tried again at the next save: %s", what, error)
 
 
 def _remove(directory: pathlib.Path, attempts: int = 5) -> None:
