@@ -55,7 +55,11 @@ class Slurm(Launch):
     container_runtime: str = option(None, "pyxis", choices=_CONTAINER_RUNTIMES)
     container_mount: tuple[str, ...] = option("may be repeated", (), metavar="SOURCE:TARGET")
     sbatch_arg: tuple[str, ...] = option("may be repeated: --sbatch-arg=--exclusive", ())
-    env: tuple[str, ...] = option("may be repeated", (), metavar="NAME=VALUE")
+    env: tuple[str, ...] = option(
+        "may be repeated; NAME alone: sbatch passes its value on, and the file does not hold it",
+        (),
+        metavar="NAME=VALUE",
+    )
     max_restarts: int = option("maximum number of requeues (%(default)s); 0: never", 20)
     stop_before_s: int = option("seconds before the time limit to save and stop (%(default)s s)", 120)
     submit: bool = option("submit the file and print the job's id", False)
@@ -93,9 +97,10 @@ class Slurm(Launch):
                 "as many processes as GPUs, a number that divides them, or one"
             )
         for setting in self.env:
-            if "=" not in setting:
-                raise LaunchError(f"--env {setting!r} is not NAME=VALUE")
-            check_variable(setting.partition("=")[0])
+            name, given, _ = setting.partition("=")
+            check_variable(name)
+            if not given and name not in os.environ:
+                raise LaunchError(f"--env {name}: it has no value here; give {name}=<value>, or leave it out")
         if self.cpus_per_task is not None and self.cpus_per_task < 0:
             raise LaunchError(
                 f"--cpus-per-task {self.cpus_per_task}: give a number of cores, or 0 for the cluster's own"
@@ -161,7 +166,7 @@ class Slurm(Launch):
                 num_devices=self.num_devices,
                 python=f"{self.absolute(self.venv)}/bin/python" if self.venv else sys.executable,
                 folder=self.folder,
-                env=dict(setting.split("=", 1) for setting in self.env),
+                env=_given(self),
                 has_files=self.container is None,
             )
         output_dir = self.absolute(self.output_dir)
@@ -260,9 +265,13 @@ def _headers(job: Slurm) -> list[str]:
 
 
 def _environment(job: Slurm) -> dict[str, str]:
-    given = dict(setting.split("=", 1) for setting in job.env)
     own = {"PYTHONUNBUFFERED": "1", "OPENPI_TRAIN_GRACE_S": str(job.stop_before_s)}
-    return own | cpu_devices(job.devices_per_process) | given
+    return own | cpu_devices(job.devices_per_process) | _given(job)
+
+
+def _given(job: Slurm) -> dict[str, str]:
+    """The variables that were given with a value."""
+    return dict(setting.split("=", 1) for setting in job.env if "=" in setting)
 
 
 def _program(job: Slurm) -> list[str]:
@@ -296,8 +305,8 @@ def _write(file: Path, text: str) -> None:
         aside = file.with_name(f"{file.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         file.rename(aside)
         print(f"the existing file was moved to {aside}")
+    file.touch(0o700)  # it may hold what nobody else should read
     file.write_text(text)
-    file.chmod(0o755)
 
 
 def _submit(file: Path, job: Slurm) -> str:

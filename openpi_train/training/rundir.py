@@ -38,10 +38,18 @@ _PACKAGES = ("openpi_train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 _MARK, _MARK_TIMEOUT_S = ".shared", 10.0
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
-    r"(JAX|XLA|NCCL|CUDA|SLURM|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
+    r"(JAX|XLA|NCCL|CUDA|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
+    # Others of Slurm's may be secrets: SLURM_JWT.
+    r"|SLURM_(JOB_.*|STEP_.*|RESTART_COUNT|PROCID|LOCALID|NODEID|NNODES|NTASKS.*|CPUS_.*|GPUS.*|MEM_.*)"
     r"|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
 )
-_SECRET = re.compile(r"(^|[-_.])(api[-_]?key|key|token|auth)$|secret|passw|credential", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[-_.])(api[-_]?key|key|token|auth|jwt|cookie)$|secret|passw|credential", re.IGNORECASE)
+# What gives access whatever it is called: JSON web tokens, and the keys of Hugging Face, GitHub, OpenAI, AWS, and of
+# weights & biases (40 hexadecimal digits, as are git's commits, which are no words of ours); a password in an address.
+_SECRET_VALUE = re.compile(
+    r"\beyJ[\w-]{8,}\.[\w-]+|\bhf_\w{20,}|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|^[0-9a-f]{40}$|://[^/\s:@]*:[^/\s@]+@"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +198,7 @@ def environment() -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if _RECORDED_VARIABLES.fullmatch(name) and not _SECRET.search(name)
+            if _RECORDED_VARIABLES.fullmatch(name) and not (_SECRET.search(name) or _SECRET_VALUE.search(value))
         },
     }
 
@@ -289,12 +297,14 @@ def _read(path: pathlib.Path) -> Any:
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:
-    """The command line with the values of flags that sound like secrets replaced."""
+    """The command line with values replaced that are secrets by themselves, or by the name of their flag."""
     shown, hide = [], False
     for argument in arguments:
-        flag, equals, _ = argument.partition("=")
-        secret = flag.startswith("-") and bool(_SECRET.search(flag))
-        if hide and not argument.startswith("-"):
+        flag, equals, value = argument.partition("=")
+        # Also NAME=VALUE of a variable.
+        secret = bool(_SECRET.search(flag)) and (flag.startswith("-") or (flag.isupper() and bool(equals)))
+        secret |= bool(equals) and bool(_SECRET_VALUE.search(value))
+        if (hide and not argument.startswith("-")) or (not equals and _SECRET_VALUE.search(argument)):
             shown.append("<hidden>")
         elif secret and equals:
             shown.append(f"{flag}=<hidden>")

@@ -1,5 +1,6 @@
 import os
 import shlex
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
     [
         (["--nodes", "0"], "--nodes 0: there must be at least one"),
         (["--processes-per-node", "3"], "3 processes per node cannot share 4 GPUs equally"),
-        (["--env", "A"], "is not NAME=VALUE"),
+        (["--env", "NOT_SET_HERE"], "it has no value here"),
         (["--env", "1A=b"], "'1A' is not the name of a variable"),
         (["--env", "RANK=3"], "--env RANK: the launcher sets it for each process"),
         (["--cpus-per-task", "-1"], "--cpus-per-task -1"),
@@ -402,3 +403,12 @@ def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
     ranked = sorted(codes, key=codes.__getitem__)
     assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5"]
     assert max(codes.values()) <= 255
+
+
+def test_a_variable_without_a_value_is_passed_on_and_not_written_down(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    job = job_of("debug", env=("WANDB_API_KEY", "A=b"), folder=tmp_path, output_dir=tmp_path, no_check=True)
+    assert job.launch() == 0
+    written = tmp_path / "a.sh"
+    assert "hunter2" not in written.read_text() and "export A=b" in written.read_text()
+    assert stat.S_IMODE(written.stat().st_mode) == 0o700

@@ -215,12 +215,30 @@ def test_environment_holds_no_secrets(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     monkeypatch.setenv("OPENPI_TRAIN_TOKEN", "hunter2")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JWT", "hunter2")
+    monkeypatch.setenv("SLURM_JOB_COMMENT", "eyJhbGciOiJIUzI1NiJ9.hunter2.x")
+    monkeypatch.setenv("NCCL_PROXY", "http://me:hunter2@proxy:3128")
     arguments = ["prog", "--hub-token", "hunter2", "--api-key=hunter2", "--model.max-token-len", "48"]
     monkeypatch.setattr(sys, "argv", arguments)
     recorded = environment()
     assert "hunter2" not in json.dumps(recorded)
     assert recorded["variables"]["SLURM_JOB_ID"] == "77"
     assert recorded["argv"] == ["prog", "--hub-token", "<hidden>", "--api-key=<hidden>", "--model.max-token-len", "48"]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--env", "WANDB_API_KEY=hunter2"], ["--env", "WANDB_API_KEY=<hidden>"]),
+        (["--note", "hf_" + "a" * 34], ["--note", "<hidden>"]),
+        (["--proxy=http://me:hunter2@host:80"], ["--proxy=<hidden>"]),
+        (["--wandb.key", "0123456789abcdef" * 2 + "01234567"], ["--wandb.key", "<hidden>"]),
+        (["--exp-name", "key", "--path", "/a/token/b", "NAME=key"], None),
+    ],
+)
+def test_the_recorded_command_holds_no_secrets(words, shown, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["prog", *words])
+    assert environment()["argv"] == ["prog", *(shown or words)]
 
 
 @pytest.mark.slow
