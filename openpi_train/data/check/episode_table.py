@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files
+from openpi_train.data.check import motion_measures
 from openpi_train.data.check.near_copies import RowDigests
 from openpi_train.data.progress import Progress
 from openpi_train.data.source import Source
@@ -25,7 +26,7 @@ from openpi_train.robots.robot import Robot
 logger = logging.getLogger(__name__)
 
 # Increase it when a measure changes: parts of an interrupted pass are then made again.
-_VERSION = 2
+_VERSION = 3
 _BLOCK_STEPS = 1 << 15
 # Columns, by the last part of their names, that say how an episode ended.
 _FLAGS = ("success", "is_success", "done", "is_last")
@@ -59,6 +60,9 @@ class EpisodeTable:
     `first_not_finite` int [e], a step or -1. `is_next`, `is_present` and `is_previous` int [e]: steps whose action
     equals that state. `hashes` uint64 [e, k] (`near_copies.py`). `flag/<name>` [e]: 1 if ever set, 0 if not, -1 if
     missing. `gaps`, `jumps`, `backwards` int [e]: of time stamps; `gap_at` and so on the first step of each, or -1.
+    `doubled` int32 [e], `doubled_at` int64 [e]: rows that repeat the one before while the arm moves. Of each pair of
+    columns: `commanded/<state>/<action>` [e, d] and `commanded_at/...` int64 [e, d], the action's largest range in a
+    stretch in which the state is still, and its first step.
     `gripper_out`, `gripper_at` int [e, g], `gripper_low`, `gripper_high` [e, g]: of the robot's gripper dims.
     """
 
@@ -127,6 +131,14 @@ def gripper_dims(robot: Robot | None) -> list[tuple[str, tuple[float, float]]]:
     ]
 
 
+def pairs(numbers: Sequence[NumberColumn]) -> Iterator[tuple[NumberColumn, NumberColumn]]:
+    """Columns of states and of actions whose dims belong together, one by one: they have equally many."""
+    for state in numbers:
+        for action in numbers:
+            if (state.role, action.role) == ("state", "action") and len(state.dims) == len(action.dims):
+                yield state, action
+
+
 def is_gripper(dims: Sequence[str]) -> np.ndarray:
     """Whether each of these names is that of a gripper, bool [dims]."""
     return np.array([any(part in dim.lower() for part in ("gripper", "finger", "jaw")) for dim in dims], bool)
@@ -181,6 +193,7 @@ class _Block:
             found |= {f"{what}/{name}": array for what, array in self._extremes(block, finite).items()}
         found["first_not_finite"] = self._first(bad)
         found |= self._shifted(values)
+        found |= self._together(values)
         rows = [values[column.name] for column in self.numbers]
         found["hashes"] = self.digests.of_episodes(rows, self.starts, self.ends)
         for name in flag_columns(self.source):
@@ -234,6 +247,26 @@ class _Block:
             equal[self.starts if shift < 0 else self.ends - 1] = False
             counts.append(self._count(equal))
         return {"is_next": counts[0], "is_present": counts[1], "is_previous": counts[2]}
+
+    def _together(self, values: Mapping[str, np.ndarray]) -> Measures:
+        """States that are still while their actions move, and rows that are there twice."""
+        found: Measures = {}
+        for state, action in pairs(self.numbers):
+            name = f"{state.name}/{action.name}"
+            ranges, at = motion_measures.ranges_while_held(
+                values[state.name], values[action.name], self.starts, self.ends
+            )
+            found |= {f"commanded/{name}": ranges, f"commanded_at/{name}": np.where(at < 0, -1, at + self.start)}
+        roles = [column.role for column in self.numbers]
+        states, actions = (
+            np.concatenate(
+                [np.empty((len(self.episode), 0)), *(values[one.name] for one in self.numbers if one.role == role)], 1
+            )
+            for role in ("state", "action")
+        )
+        cells = self.digests.cells[np.repeat(np.array(roles) == "state", [len(one.dims) for one in self.numbers])]
+        doubled, at = motion_measures.doubled_rows(states, actions, self.starts, self.ends, cells)
+        return found | {"doubled": doubled, "doubled_at": np.where(at < 0, -1, at + self.start)}
 
     def _flag(self, flags: np.ndarray) -> np.ndarray:
         """Whether a flag is ever set (1), or not (0), or missing (-1)."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from openpi_train.data.check import episode_kinds, number_kinds, picture_kinds, prompt_kinds
+from openpi_train.data.check import comparison_kinds, episode_kinds, number_kinds, picture_kinds, prompt_kinds
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import Source
@@ -51,6 +51,9 @@ KINDS = (
         number_kinds.actions_are_states,
         ("actions are the next states", "actions are the present states", "actions are the previous states"),
     ),
+    FaultKind(comparison_kinds.doubled, ("steps doubled",)),
+    FaultKind(comparison_kinds.zero_actions, ("zero actions in some episodes",)),
+    FaultKind(comparison_kinds.units_mixed, ("units mixed",)),
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),

@@ -4,15 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper
+from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper, pairs
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, ExaminedData
 from openpi_train.data.findings import Finding
 
 # A dim is clipped if this share of its values, and at least so many, lies at an end of its range.
 _CLIPPED_SHARE, _CLIPPED_STEPS = 0.01, 20
 # Steps that are looked at for the distribution of values, and what a gripper or a switch looks like: few of its values
-# lie away from both ends, or it has few different ones.
-_SAMPLE, _MIDDLE_SHARE, _FEW_VALUES = 20_000, 0.5, 20
+# lie away from both ends, or it has few different ones. Of a sine that is clipped so that half of it lies at the ends,
+# 38 of 100 are in the middle.
+_SAMPLE, _MIDDLE_SHARE, _FEW_VALUES = 20_000, 0.3, 20
 # A state that is commanded over more than this share of its command's range, and does not move, is stuck.
 _COMMANDED = 0.1
 # Which share of the steps has to agree where actions are states.
@@ -80,28 +81,36 @@ def constant(data: ExaminedData) -> Iterator[Finding]:
 
 
 def stuck(data: ExaminedData) -> Iterator[Finding]:
-    """State dims that hold one value through an episode while their own action dim moves."""
-    table, found, episodes = data.table, {}, set()
+    """State dims that hold one value through an episode, or a stretch of it, while their own action dim moves."""
+    table, found, firsts = data.table, {}, {}
     lengths = np.diff(data.source.episode_ends, prepend=0)
-    for state, action in _pairs(data):
+    for state, action in pairs(data.numbers):
         low, high = table[f"low/{action.name}"], table[f"high/{action.name}"]
         spread = _overall(data, "high", action.name) - _overall(data, "low", action.name)
         commanded = (high - low > _COMMANDED * spread) & (spread > 0)
         moves = _overall(data, "high", state.name) > _overall(data, "low", state.name)
         still = (table[f"low/{state.name}"] == table[f"high/{state.name}"]) & moves & ~is_gripper(state.dims)
-        which = still & commanded & (lengths >= FEWEST_EPISODE_STEPS)[:, None]
+        long = (lengths >= FEWEST_EPISODE_STEPS)[:, None]
+        ranges, at = (table[f"{what}/{state.name}/{action.name}"] for what in ("commanded", "commanded_at"))
+        stretch = (ranges > _COMMANDED * spread) & (spread > 0) & ~is_gripper(state.dims)
+        # Where most episodes are so, it is how the dim is: a gripper that holds, a dead band.
+        stretch &= stretch.sum(axis=0) <= 0.5 * data.source.num_episodes
+        begins = np.append(0, data.source.episode_ends[:-1])[:, None]
+        which = (still & commanded & long) | stretch
         for dim in np.flatnonzero(which.any(axis=0)).tolist():
             ends = (float(_overall(data, what, action.name)[dim]) for what in ("low", "high"))
             if not _is_switch(action.values, dim, *ends):  # a gripper
                 found[state.dims[dim]] = int(which[:, dim].sum())
-                episodes |= set(np.flatnonzero(which[:, dim]).tolist())
+                for episode in np.flatnonzero(which[:, dim]).tolist():
+                    step = at[episode, dim] if stretch[episode, dim] else begins[episode, 0]
+                    firsts[episode] = min(int(step), firsts.get(episode, int(step)))
     if found:
         yield Finding(
             kind="stuck dims",
-            count=len(episodes),
+            count=len(firsts),
             total=data.source.num_episodes,
             unit="episodes",
-            where=data.source.describe(data.first_step(min(episodes))),
+            where=data.source.describe(min(firsts.values())),
             what=f"the state does not move though it is commanded to: {_listed(list(found))}",
             training="the state of these episodes is wrong, and the policy learns to disregard it",
             remedy="Leave these episodes out, or repair the sensor",
@@ -238,14 +247,6 @@ def _overall(data: ExaminedData, what: str, column: str) -> np.ndarray:
     """The extreme of each dim over all episodes, without NaN."""
     reduce = np.fmin if what == "low" else np.fmax
     return reduce.reduce(data.table[f"{what}/{column}"], axis=0)
-
-
-def _pairs(data: ExaminedData) -> Iterator[tuple]:
-    """Columns of states and of actions whose dims belong together, one by one: they have equally many."""
-    for state in data.numbers:
-        for action in data.numbers:
-            if (state.role, action.role) == ("state", "action") and len(state.dims) == len(action.dims):
-                yield state, action
 
 
 def _is_switch(values: np.ndarray, dim: int, low: float, high: float) -> bool:

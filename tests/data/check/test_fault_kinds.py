@@ -34,6 +34,41 @@ def stuck(episodes):
     episodes[3].state[:, 1] = episodes[3].state[0, 1]
 
 
+def stuck_from_the_middle(episodes):
+    episodes[3].state[12:, 1] = episodes[3].state[12, 1]
+
+
+def stuck_for_a_while(episodes):
+    episodes[4].state[6:28, 0] = episodes[4].state[6, 0]
+
+
+def doubled(episodes):
+    for one in episodes:
+        for name in ("state", "action", "frames"):
+            setattr(one, name, np.repeat(getattr(one, name), 2, axis=0)[: len(one.time)])
+
+
+def doubled_for_a_while(episodes):
+    for name in ("state", "action"):
+        values = getattr(episodes[6], name)
+        values[10:20] = np.repeat(values[10:20:2], 2, axis=0)
+
+
+def zero_actions(episodes):
+    episodes[2].action[:] = episodes[9].action[:] = 0
+
+
+def some_in_degrees(episodes):
+    for one in (episodes[5], episodes[11]):
+        one.state[:] = np.rad2deg(one.state)
+        one.action[:] = np.rad2deg(one.action)
+
+
+def clipped_at_both_ends(episodes):
+    for number, one in enumerate(episodes):
+        one.state[:, 0] = np.clip(np.sin(np.arange(len(one.state)) / 3 + number), -0.7, 0.7)  # half of it is
+
+
 def clipped(episodes):
     limit = np.quantile(np.concatenate([one.state[:, 0] for one in episodes]), 0.9)
     for one in episodes:
@@ -121,7 +156,14 @@ ALONE = {
     constant: ("constant dims", 1, ""),
     dead_at_zero: ("constant dims", 1, ""),
     stuck: ("stuck dims", 1, "episode 3, step 0"),
+    stuck_from_the_middle: ("stuck dims", 1, "episode 3, step 12"),
+    stuck_for_a_while: ("stuck dims", 1, "episode 4, step 6"),
+    doubled: ("steps doubled", None, "episode 0, step 1"),
+    doubled_for_a_while: ("steps doubled", 5, "episode 6, step 11"),
+    zero_actions: ("zero actions in some episodes", 2, "episode 2, step 0"),
     clipped: ("clipped sensors", None, ""),
+    clipped_at_both_ends: ("clipped sensors", None, ""),
+    some_in_degrees: ("units mixed", 2, "episode 5, step 0"),
     spike: ("spike", 1, "episode 12, step 9"),
     next_states: ("actions are the next states", None, ""),
     present_states: ("actions are the present states", None, ""),
