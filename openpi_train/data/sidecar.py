@@ -35,7 +35,7 @@ from openpi_train.runtime import locks
 logger = logging.getLogger(__name__)
 
 # Increase it when the content of the tables changes: all indexes are then built again.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,9 @@ INFO_FILE = "dataset_info.json"
 FEATURES_FILE = "features.json"
 # File that `data convert` adds, with `About.as_json`, for which the other files have no place.
 ABOUT_FILE = "openpi_train.json"
+# What the keys of features that are given once for an episode begin with, and those of them that become columns.
+OF_EPISODE = "episode_metadata/"
+_SUCCESS = ("success", "is_success")
 # Relabelling changes these but not observations and actions, so they are not part of an episode's identity.
 _RELABELLED = ("reward", "discount")
 
@@ -34,7 +37,8 @@ class Schema:
     """The features of a dataset's steps that an index holds.
 
     Attributes:
-        columns: dtype name and shape per step of each numeric feature, by name (`observation/state`).
+        columns: dtype name and shape per step of each numeric feature, by name (`observation/state`), and of flags that
+            are given once for an episode, by their key (`episode_metadata/success`).
         cameras: Height and width of each image feature; 0 if the dataset does not specify them.
         prompt: The key of the instruction text in a record (`steps/language_instruction`); empty if there is none.
         alternatives: Keys of the texts that stand in where it is blank, in order (`steps/language_instruction_2`, ...).
@@ -151,6 +155,7 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
         )
     prompt = _choose_prompt(prompt_feature, texts, _metadata_texts(features, tfds.features), builder.data_dir)
     alternatives = _alternatives(prompt, [f"steps/{name}" for name in texts])
+    columns |= _flags_of_episode(features, tfds.features)
     identity = tuple(name for name, detail in sorted(columns.items()) if _is_identity(name, *detail))
     return Schema(dict(sorted(columns.items())), dict(sorted(cameras.items())), prompt, alternatives, identity, skipped)
 
@@ -169,13 +174,21 @@ def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> Abou
         names = (
             f"episode_metadata/{name}" for name, _ in _leaves(features["episode_metadata"], tfds.features.FeaturesDict)
         )
-        left_out |= {name: "given once per episode, not per step" for name in names if name != prompt}
+        kept = _flags_of_episode(features, tfds.features)
+        left_out |= {
+            name: "given once per episode, not per step" for name in names if name != prompt and name not in kept
+        }
     kept = directory / ABOUT_FILE
     return About.from_json(files.read_json(kept) if kept.is_file() else {}, left_out)
 
 
 def _is_identity(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-    return dtype != "bool" and math.prod(shape) <= WIDEST_COLUMN and name not in _RELABELLED
+    return (
+        not name.startswith(OF_EPISODE)
+        and dtype != "bool"
+        and math.prod(shape) <= WIDEST_COLUMN
+        and name not in _RELABELLED
+    )
 
 
 def _leaves(feature: Any, branch: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,6 +228,15 @@ def _metadata_texts(features: Any, kinds: Any) -> list[str]:
         for name, leaf in _leaves(features["episode_metadata"], kinds.FeaturesDict)
         if _is_text(leaf)
     ]
+
+
+def _flags_of_episode(features: Any, kinds: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The numbers that say once for an episode whether it succeeded; they become columns with a value in each step."""
+    if "episode_metadata" not in features:
+        return {}
+    leaves = _leaves(features["episode_metadata"], kinds.FeaturesDict)
+    found = {f"{OF_EPISODE}{name}": _classify(leaf, kinds) for name, leaf in leaves if name in _SUCCESS}
+    return {name: detail for name, (kind, detail) in found.items() if kind == "column" and detail[1] == ()}
 
 
 def _alternatives(prompt: str, texts: list[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from openpi_train.data.instructions import is_blank
 from openpi_train.data.rlds.example import Feature, read_example
-from openpi_train.data.rlds.schema import FEATURES_FILE, INFO_FILE, Schema, ShardFile
+from openpi_train.data.rlds.schema import FEATURES_FILE, INFO_FILE, OF_EPISODE, Schema, ShardFile
 from openpi_train.data.rlds.tfrecord import read_records
 
 
@@ -59,6 +59,8 @@ def _parse_episode(payload: bytes, offset: int, number: int, schema: Schema) -> 
             digest.update((end - start).to_bytes(8, "little"))
             digest.update(memoryview(payload)[start:end])
     for name, (dtype, shape) in schema.columns.items():
+        if name.startswith(OF_EPISODE):
+            continue
         values = _feature(features, f"steps/{name}", "float" if dtype == "float32" else "int").numbers()
         width = math.prod(shape)
         if len(values) % width:
@@ -72,6 +74,12 @@ def _parse_episode(payload: bytes, offset: int, number: int, schema: Schema) -> 
     num_steps = max(lengths.values(), default=0)
     if num_steps == 0 or set(lengths.values()) != {num_steps}:
         raise ValueError(f"the episode has no steps, or its features have different lengths: {lengths}")
+    for name, (dtype, _) in schema.columns.items():
+        if name.startswith(OF_EPISODE):
+            values = _feature(features, name, "float" if dtype == "float32" else "int").numbers()
+            if len(values) != 1:
+                raise ValueError(f"{name} holds {len(values)} numbers, expected 1")
+            arrays[f"columns/{name}"] = np.repeat(values.astype(dtype), num_steps)
     prompts = _episode_prompts(features, schema.prompt, num_steps)
     for key in schema.alternatives if any(map(is_blank, prompts)) else ():
         others = _episode_prompts(features, key, num_steps)
@@ -94,7 +102,7 @@ def _episode_prompts(features: dict[str, Feature], key: str, num_steps: int) -> 
     if not key:
         return [""] * num_steps
     texts = [text.decode("utf-8", errors="replace").strip() for text in _feature(features, key, "bytes").values()]
-    if key.startswith("episode_metadata/") and len(texts) == 1:
+    if key.startswith(OF_EPISODE) and len(texts) == 1:
         texts *= num_steps
     if len(texts) != num_steps:
         raise ValueError(f"{key} holds {len(texts)} texts for {num_steps} steps")

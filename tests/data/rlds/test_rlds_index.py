@@ -13,10 +13,14 @@ import time
 
 import numpy as np
 import pytest
-from rlds_toy import toy_source, write_toy
+import tensorflow_datasets as tfds
+from rlds_toy import toy_episodes, toy_features, toy_source, write_toy
 
 from openpi_train.data import progress, sidecar, tables
+from openpi_train.data.check.examined import ExaminedData
+from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.rlds import rlds_index
+from openpi_train.data.rlds.rlds_writer import write_rlds
 from openpi_train.data.rlds.tfrecord import read_records
 from openpi_train.data.source import BadRecord
 from openpi_train.runtime.exits import DataError
@@ -307,3 +311,32 @@ def test_processes_that_open_at_once_get_one_sound_index(toy, tmp_path):
         assert process.exitcode == 0
     source = toy_source(toy, tmp_path / "fresh").open()
     assert results == {(source.fingerprint, int(source.frames(np.array([5]), "observation/wrist").sum()))}
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.float32, np.int64])
+def test_a_flag_that_is_given_once_for_an_episode_is_a_column_and_changes_no_identity(tmp_path, kind):
+    features = toy_features()
+    described = tfds.features.FeaturesDict(
+        {
+            "steps": features["steps"],
+            "episode_metadata": {**dict(features["episode_metadata"].items()), "success": kind, "other": np.int64},
+        }
+    )
+    plain = list(toy_episodes(range(4)))
+    flagged = [
+        {**one, "episode_metadata": {**one["episode_metadata"], "success": kind(number % 2), "other": 1}}
+        for number, one in enumerate(toy_episodes(range(4)))
+    ]
+    written = write_rlds(tmp_path / "a", name="toy", version="1.0.0", features=described, splits={"train": flagged})
+    without = write_rlds(tmp_path / "b", name="toy", version="1.0.0", features=features, splits={"train": plain})
+    source = toy_source(written, tmp_path / "cache").open()
+    ends = source.episode_ends.tolist()
+    column = source.columns["episode_metadata/success"]
+    assert [column[end - 1] for end in ends] == [0, 1, 0, 1] and column[0] == column[ends[0] - 1]
+    assert "episode_metadata/other" not in source.columns
+    assert source.about().left_out.keys() >= {"episode_metadata/other"}
+    assert "episode_metadata/success" not in source.about().left_out
+    assert list(source.episode_ids) == list(toy_source(without, tmp_path / "cache").open().episode_ids)
+    found = examine(ExaminedData(name="toy", source=source))
+    (flags,) = (one for one in found if one.kind == "flags in some episodes only")
+    assert (flags.count, flags.total) == (2, 4) and "episode 0" in flags.where
