@@ -18,6 +18,7 @@ from rich.table import Table
 from openpi_train.data import findings, places
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.check.fault_kinds import examine
+from openpi_train.data.check.record_flags import SpecialTokens
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.text_kinds import examine_texts
 from openpi_train.data.config import DataConfig
@@ -35,7 +36,8 @@ from openpi_train.data.source import Source, SourceConfig
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.text.text_files import find_files, names_a_path
+from openpi_train.data.text.text_files import ENDINGS, find_files, names_a_path
+from openpi_train.data.text.text_tokenizer import load_text_tokenizer
 from openpi_train.data.zarr.store import is_zarr
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime.exits import RunError, UsageError
@@ -50,6 +52,10 @@ logger = logging.getLogger(__name__)
 _REFUSED = ("refused", "robot does not fit", "missing cameras")
 # Columns that say that a parquet file holds control steps; also all that begin with "observation".
 _OF_ROBOTS = {FIRST, "action", "actions", "state"}
+# Files in which people keep data, and which are not read.
+_TABLES = (".csv", ".tsv", ".txt", ".xls", ".xlsx", ".pkl", ".npz", ".npy", ".h5", ".hdf5", ".bag", ".mcap")
+# Narrower tables cannot be read.
+_NARROWEST, _USUAL_WIDTH = 100, 120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,10 +107,10 @@ def check_path(
     """
     name = Path(path).expanduser().resolve().name
     if columns or holds_texts(path):
-        return [_checked(name, lambda: _texts(name, path, split, columns, held_out))]
+        return [_checked(name, lambda: _texts(name, path, split, columns, held_out, columns_flag="--columns"))]
 
     def demonstrations() -> CheckedDataset:
-        source = source_at(path)
+        source = _demonstrations_at(path)
         if isinstance(source, Rlds):
             source = dataclasses.replace(source, split=split or "train")
         elif split is not None:
@@ -116,6 +122,38 @@ def check_path(
         return _robots(name, source, held_out=others, robot=None, num_frames=num_frames)
 
     return [_checked(name, demonstrations)]
+
+
+def _demonstrations_at(path: str) -> SourceConfig:
+    """The source config for a path. Raises FileNotFoundError, naming also the files of texts, if nothing is there."""
+    try:
+        return source_at(path)
+    except FileNotFoundError as error:
+        root = Path(path).expanduser()
+        texts = f"Texts are read from files of {', '.join(ENDINGS)} with columns of Text data (docs/text_data.md)"
+        files = [root] if root.is_file() else sorted(root.rglob("*")) if root.is_dir() else []
+        other = next((file for file in files if file.suffix.lower() in _TABLES), None)
+        if other is None:
+            raise FileNotFoundError(
+                f"{error} {texts}." if str(error).endswith(".") else f"{error}. {texts}."
+            ) from error
+        raise FileNotFoundError(f"{other} is of no format that is read. {texts}. {_conversion(other)}") from error
+
+
+def _conversion(file: Path) -> str:
+    """What to do with a file of another format."""
+    robots = "Demonstrations are read as RLDS, LeRobot, a zarr replay buffer or parquet (docs/data.md)"
+    kind = file.suffix.lower()
+    if kind in (".csv", ".tsv", ".xls", ".xlsx"):
+        read = "read_excel" if kind.startswith(".xls") else "read_csv"
+        how = f"pandas.{read}({file.name!r}{', sep=chr(9)' if kind == '.tsv' else ''})"
+        return (
+            f"Write this table as parquet with pandas, {how}.to_parquet('{file.stem}.parquet'), and give its columns: "
+            f"data check {file.stem}.parquet --columns prompt=COLUMN completion=COLUMN. {robots}"
+        )
+    if kind == ".txt":
+        return 'Write plain text as JSON lines, one {"text": "..."} for each document'
+    return f"{robots}: write it with the library that recorded it, or with zarr or pandas"
 
 
 def holds_texts(path: str) -> bool:
@@ -136,7 +174,11 @@ def holds_texts(path: str) -> bool:
 
 
 def as_tables(checked: Sequence[CheckedDataset]) -> str:
-    """All findings as text, a table for each dataset that has some."""
+    """All findings as text, a table for each dataset that has some.
+
+    It is as wide as the terminal, or as $COLUMNS says, but at least 100 characters; 120 where there is no terminal.
+    """
+    width = max(_NARROWEST, shutil.get_terminal_size((_USUAL_WIDTH, 0)).columns)
     parts = []
     for dataset in checked:
         size = f" ({dataset.size})" if dataset.size else ""
@@ -150,7 +192,7 @@ def as_tables(checked: Sequence[CheckedDataset]) -> str:
             of = "" if one.total is None else f" of {one.total}"
             what = f"{one.kind}: {one.what}" if one.what else one.kind
             table.add_row(what, f"{one.count}{of} {one.unit}", one.where, one.training, one.remedy)
-        parts.append(as_text(table))
+        parts.append(as_text(table, width))
     return "\n".join(parts)
 
 
@@ -218,7 +260,8 @@ def _opened(config: SourceConfig) -> tuple[Source, list[Finding]]:
         unit="episodes",
         where=where,
         training="opening ends with an error, or leaves them out (--data.on-bad-record skip)",
-        remedy="Fetch these files again",
+        remedy="Fetch files that were downloaded again; of your own recordings, copy them again from where they were "
+        "recorded, or record these episodes again",
     )
     return source, [damaged]
 
@@ -231,9 +274,18 @@ def _texts_of(data: TextData, dataset: TextDataset) -> CheckedDataset:
         dataset.split,
         dataset.columns_by_type,
         dataset.validation,
+        special=_special_tokens(data),
         cache_dir=data.cache_dir,
         offline=data.offline,
     )
+
+
+def _special_tokens(data: TextData) -> SpecialTokens:
+    """Those of published models and of the tokenizer; what is wrong with that is told where the texts are opened."""
+    try:
+        return SpecialTokens(load_text_tokenizer(data.tokenizer, offline=data.offline).special_texts)
+    except (ValueError, OSError, RunError):
+        return SpecialTokens()
 
 
 def _texts(
@@ -243,6 +295,8 @@ def _texts(
     columns: Mapping[str, str],
     held_out: str | None,
     *,
+    columns_flag: str = "--data.datasets.N.columns",
+    special: SpecialTokens | None = None,
     cache_dir: str | None = None,
     offline: bool = False,
 ) -> CheckedDataset:
@@ -252,7 +306,15 @@ def _texts(
         where = (held_out, None) if names_a_path(held_out) else (path, held_out)
         others = find_files(*where, offline=offline)
     with _kept(cache_dir, name, json.dumps([str(file.path) for file in (*training, *others)])) as kept:
-        data = ExaminedTexts(name=name, files=training, held_out=others, columns=columns, kept=kept)
+        data = ExaminedTexts(
+            name=name,
+            files=training,
+            held_out=others,
+            columns=columns,
+            columns_flag=columns_flag,
+            special=special or SpecialTokens(),
+            kept=kept,
+        )
         found = examine_texts(data)
         return CheckedDataset(name=name, size=f"{len(data.measures)} records", findings=found)
 

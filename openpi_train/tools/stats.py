@@ -54,9 +54,9 @@ def _table(title: str, dims: tuple[str, ...], stats: NormStats, notes: dict[str,
     return as_text(table)
 
 
-def as_text(table: Table) -> str:
-    """A table without colours, as wide as its content."""
-    console = Console(file=io.StringIO(), width=160, color_system=None)
+def as_text(table: Table, width: int = 160) -> str:
+    """A table without colours, as wide as its content, at most `width` characters."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

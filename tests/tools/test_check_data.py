@@ -252,6 +252,31 @@ def test_parquet_files_are_told_by_their_columns(tmp_path):
     assert [finding.kind for finding in check(tmp_path / "empty.jsonl").findings] == ["no records"]
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("data.csv", "read_csv('data.csv').to_parquet('data.parquet')"),
+        ("notes.txt", 'one {"text": "..."} for each document'),
+        ("arm.hdf5", "Demonstrations are read as RLDS, LeRobot"),
+    ],
+)
+def test_a_file_of_another_format_is_told_what_is_read_and_what_to_do(name, advice, tmp_path):
+    (tmp_path / name).write_text("a,b\n1,2\n")
+    for path in (tmp_path / name, tmp_path):
+        (finding,) = check(path).findings
+        assert finding.kind == "refused" and advice in finding.what and ".jsonl" in finding.what
+
+
+def test_the_table_is_as_wide_as_asked_and_120_characters_in_a_pipe(tmp_path, monkeypatch, capsys):
+    episodes = sound(4)
+    episodes[1].state[4, 0] = np.inf
+    path = WRITERS["parquet"](tmp_path / "made", episodes)
+    for columns, width in (("130", 130), ("20", 100), ("", 120)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(path) == 3
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
 def test_flags_that_have_no_meaning_are_refused(tmp_path):
     with pytest.raises(UsageError, match="--columns prompt: needed is TYPE=COLUMN"):
         run(tmp_path, "--columns", "prompt")

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,31 +15,30 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files
+from openpi_train.data.check.record_flags import SPECIAL, SpecialTokens, asked_in, flags_of, flat, said
 from openpi_train.data.check.scripts import main_script
 from openpi_train.data.findings import Finding
 from openpi_train.data.progress import Progress
 from openpi_train.data.source import BadRecord
 from openpi_train.data.text.encoded_parts import renamed
-from openpi_train.data.text.examples import COLUMNS, Example, Text, example_of
+from openpi_train.data.text.examples import COLUMNS, Example, example_of
 from openpi_train.data.text.text_files import TextFile, parsed
 
 # Increase it when a measure changes.
-_VERSION = 2
+_VERSION = 3
 _REPORT_RECORDS = 1_000
-# UTF-8 that was read as Latin-1 or Windows-1252, what stands where a character could not be read, and NUL.
-_DAMAGED = re.compile("[ÃÂ][\u0080-\u00bf]|â€|ï»¿|\ufffd|\x00")
 _ARRAYS = {
     "texts": np.uint64,
     "prompts": np.uint64,
+    "verdicts": np.uint64,
+    "opposites": np.uint64,
     "characters": np.int64,
     "files": np.int32,
     "lines": np.int64,
     "prompt_scripts": np.int16,
     "answer_scripts": np.int16,
-    "flags": np.uint8,
+    "flags": np.uint16,
 }
-# Bits of `flags`.
-BLANK, NO_ASSISTANT, NO_LAST_ANSWER, DAMAGED, BLANK_PROMPT = 1, 2, 4, 8, 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,16 +46,23 @@ class RecordMeasures:
     """Arrays with an entry per readable record, and what was seen besides.
 
     `texts`, `prompts` uint64: digests without case and white space, of the whole and of what comes before the answer
-    (the whole, if nothing does). `prompt_scripts`, `answer_scripts`: numbers of `scripts`, -1 for none. `types`: the
-    place of the first record of each type. `bad`: how many records cannot be read, and the first with its place.
+    (the whole, if nothing does). `verdicts` uint64: digests of which answer is better, or whether one is good, 0 for
+    other texts; `opposites`: those of records that say the opposite. `prompt_scripts`, `answer_scripts`: numbers of
+    `scripts`, -1 for none. `flags`: bits of `record_flags.py`. `types`: the place of the first record of each type.
+    `tokens`: records that have each special token in their texts. `bad`: how many records cannot be read, and the first
+    with its place and its columns; `equal`: those whose `chosen` is their `rejected`, and the place of the first.
     """
 
     arrays: Mapping[str, np.ndarray]
     scripts: Sequence[str]
     types: Mapping[str, str]
     counts: Mapping[str, int]
+    tokens: Mapping[str, int]
     bad: int
     first_bad: str
+    bad_columns: Sequence[str]
+    equal: int
+    first_equal: str
     file_names: Sequence[str]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -80,6 +85,8 @@ class ExaminedTexts:
         name: What messages call them.
         files: Those that are trained on; `held_out`: those that are not.
         columns: The files' column for each column of the type, or none (`TextDataset.columns_by_type`).
+        columns_flag: The flag that names them.
+        special: The special tokens that no text should have.
         findings: What opening them told.
         kept: Folder for the measures of finished files; None: none.
     """
@@ -88,29 +95,37 @@ class ExaminedTexts:
     files: Sequence[TextFile]
     held_out: Sequence[TextFile] = ()
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    columns_flag: str = "--data.datasets.N.columns"
+    special: SpecialTokens = dataclasses.field(default_factory=SpecialTokens)
     findings: Sequence[Finding] = ()
     kept: Path | None = None
 
     @functools.cached_property
     def measures(self) -> RecordMeasures:
         """Of the records that are trained on."""
-        return measured(self.files, self.columns, name=self.name, kept=self.kept)
+        return measured(self.files, self.columns, self.special, name=self.name, kept=self.kept)
 
     @functools.cached_property
     def held_out_measures(self) -> RecordMeasures:
         """Of the records that are held out."""
-        return measured(self.held_out, self.columns, name=f"{self.name}, held out", kept=self.kept)
+        return measured(self.held_out, self.columns, self.special, name=f"{self.name}, held out", kept=self.kept)
 
 
 def measured(
-    text_files: Sequence[TextFile], columns: Mapping[str, str], *, name: str, kept: Path | None
+    text_files: Sequence[TextFile],
+    columns: Mapping[str, str],
+    special: SpecialTokens,
+    *,
+    name: str,
+    kept: Path | None,
 ) -> RecordMeasures:
     """The measures of all records of some files; those that an earlier pass has kept are not made again."""
     progress = Progress(f"check of {name}", sum(file.path.stat().st_size for file in text_files) / 1e6, "MB")
     parts, told = [], []
     for file in text_files:
         stat = file.path.stat()
-        key = json.dumps([_VERSION, str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, dict(columns)])
+        read = (dict(columns), special.own)
+        key = json.dumps([_VERSION, str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, *read])
         path = None if kept is None else kept / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
         if path is not None and files.is_whole_npz(path):
             with np.load(path) as part:
@@ -118,7 +133,7 @@ def measured(
                 told.append(json.loads(str(part["told"])))
             progress.add(stat.st_size / 1e6)
             continue
-        arrays, seen = _of_file(file, columns, progress)
+        arrays, seen = _of_file(file, columns, special, progress)
         if path is not None:
             files.write_npz(path, {**arrays, "told": np.array(json.dumps(seen))})
         parts.append(arrays)
@@ -126,14 +141,18 @@ def measured(
     return _joined(parts, told, [file.name for file in text_files])
 
 
-def _of_file(file: TextFile, columns: Mapping[str, str], progress: Progress) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_file(
+    file: TextFile, columns: Mapping[str, str], special: SpecialTokens, progress: Progress
+) -> tuple[dict[str, Any], dict[str, Any]]:
     rows: dict[str, list[int]] = {name: [] for name in _ARRAYS}
     scripts: dict[str, int] = {}
-    seen: dict[str, Any] = {"types": {}, "counts": collections.Counter(), "bad": 0, "first_bad": ""}
+    seen: dict[str, Any] = {"types": {}, "counts": collections.Counter(), "tokens": collections.Counter()}
+    seen |= {"bad": 0, "first_bad": "", "bad_columns": [], "equal": 0, "first_equal": ""}
     size, done = file.path.stat().st_size / 1e6, 0
 
-    def bad(message: str) -> None:
-        seen["first_bad"] = seen["first_bad"] or message
+    def bad(message: str, names: Sequence[str] = ()) -> None:
+        if not seen["bad"]:
+            seen["first_bad"], seen["bad_columns"] = message, list(names)
         seen["bad"] += 1
 
     try:
@@ -141,15 +160,25 @@ def _of_file(file: TextFile, columns: Mapping[str, str], progress: Progress) -> 
             done += 1
             if done % _REPORT_RECORDS == 0:
                 progress.add(0)
+            names: Sequence[str] = ()
             try:
-                example = example_of(renamed(parsed(raw), columns))
+                record = parsed(raw)
+                names = [str(name) for name in record]
+                given = renamed(record, columns)
+                if given.get("chosen") is not None and given["chosen"] == given.get("rejected"):
+                    seen["first_equal"] = seen["first_equal"] or file.place(line)
+                    seen["equal"] += 1
+                    continue
+                example = example_of(given)
             except ValueError as error:
-                bad(f"{file.place(line)}: {error}")
+                bad(f"{file.place(line)}: {error}", names)
                 continue
             seen["types"].setdefault(str(example.type), file.place(line))
             seen["counts"][str(example.type)] += 1
+            tokens = special.written_in(example)
+            seen["tokens"].update(tokens)
             for name, value in _of_example(example, scripts).items():
-                rows[name].append(value)
+                rows[name].append(value | SPECIAL if name == "flags" and tokens else value)
             rows["files"].append(0)
             rows["lines"].append(line)
     except BadRecord as error:
@@ -160,61 +189,29 @@ def _of_file(file: TextFile, columns: Mapping[str, str], progress: Progress) -> 
 
 
 def _of_example(example: Example, scripts: dict[str, int]) -> dict[str, int]:
-    prompt = "" if example.prompt is None else _flat(example.prompt)
-    answers = [_flat(text) for text in example.completions]
+    prompt = "" if example.prompt is None else flat(example.prompt)
+    answers = [flat(text) for text in example.completions]
     whole = "\n".join([prompt, *answers])
-    asked = [
-        _said(text, "user") for text in (example.prompt, *example.completions[:1]) if not isinstance(text, str | None)
-    ]
-    asked = [prompt] if isinstance(example.prompt, str) else asked
-    blank_prompt = BLANK_PROMPT if asked and not "".join(asked).strip() else 0
 
     def script(text: str) -> int:
         found = main_script(text)
         return -1 if found is None else scripts.setdefault(found, len(scripts))
 
-    return {
+    judged = {"verdicts": 0, "opposites": 0}
+    if example.label is not None:
+        verdicts = [_digest(prompt, *answers, str(label)) for label in (example.label, not example.label)]
+        judged = dict(zip(judged, verdicts, strict=True))
+    elif len(answers) > 1:
+        judged = {"verdicts": _digest(prompt, *answers), "opposites": _digest(prompt, *reversed(answers))}
+    return judged | {
         "texts": _digest(prompt, *answers, str(example.label)),
         "prompts": _digest(prompt or whole),
         "characters": len(whole),
-        "prompt_scripts": script("\n".join(asked)),
+        "prompt_scripts": script(asked_in(example) or ""),
         # Of a preference that of the chosen completion: both together would be those of the longer one.
-        "answer_scripts": script(_said(example.completions[0], "assistant") if example.completions else ""),
-        "flags": _flags(example, answers) | (DAMAGED if _DAMAGED.search(whole) else 0) | blank_prompt,
+        "answer_scripts": script(said(example.completions[0], "assistant") if example.completions else ""),
+        "flags": flags_of(example),
     }
-
-
-def _flags(example: Example, answers: Sequence[str]) -> int:
-    found = 0
-    for text, answer in zip(example.completions, answers, strict=True):
-        if isinstance(text, str):
-            found |= 0 if answer.strip() else BLANK
-            continue
-        spoken = [message for message in text if message.get("role") == "assistant"]
-        if any(not (_content(message).strip() or message.get("tool_calls")) for message in spoken):
-            found |= BLANK
-        if not spoken:
-            found |= NO_ASSISTANT
-        elif text[-1].get("role") not in ("assistant", "tool"):
-            found |= NO_LAST_ANSWER
-    return found
-
-
-def _said(text: Text, role: str) -> str:
-    """A text, or of a conversation what this role says in it."""
-    return text if isinstance(text, str) else _flat([message for message in text if message.get("role") == role])
-
-
-def _flat(text: Text) -> str:
-    """The contents of a text, one after the other."""
-    return text if isinstance(text, str) else "\n".join(_content(message) for message in text)
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
 
 
 def _digest(*texts: str) -> int:
@@ -227,6 +224,7 @@ def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], nam
     scripts: dict[str, int] = {}
     types: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()
+    tokens: collections.Counter[str] = collections.Counter()
     for number, (part, seen) in enumerate(zip(parts, told, strict=True)):
         part["files"] = np.full(len(part["files"]), number, np.int32)
         of = np.array([*(scripts.setdefault(name, len(scripts)) for name in seen["scripts"]), -1], np.int16)
@@ -234,9 +232,22 @@ def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], nam
             part[name] = of[part[name]]
         types = seen["types"] | types
         counts.update(seen["counts"])
+        tokens.update(seen["tokens"])
     joined = {
         name: np.concatenate([np.empty(0, dtype), *(part[name] for part in parts)]).astype(dtype)
         for name, dtype in _ARRAYS.items()
     }
-    first_bad = next((seen["first_bad"] for seen in told if seen["bad"]), "")
-    return RecordMeasures(joined, list(scripts), types, counts, sum(seen["bad"] for seen in told), first_bad, names)
+    first_bad = next((seen for seen in told if seen["bad"]), {"first_bad": "", "bad_columns": ()})
+    return RecordMeasures(
+        arrays=joined,
+        scripts=list(scripts),
+        types=types,
+        counts=counts,
+        tokens=tokens,
+        bad=sum(seen["bad"] for seen in told),
+        first_bad=first_bad["first_bad"],
+        bad_columns=first_bad["bad_columns"],
+        equal=sum(seen["equal"] for seen in told),
+        first_equal=next((seen["first_equal"] for seen in told if seen["equal"]), ""),
+        file_names=names,
+    )

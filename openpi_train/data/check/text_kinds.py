@@ -1,4 +1,4 @@
-"""Kinds of faults of texts, judged by the measures of every record. Read next: `record_measures.py`."""
+"""Kinds of faults of texts, judged by measures of every record. Read next: `record_measures.py`, `text_columns.py`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -6,19 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.check.record_measures import (
-    BLANK,
-    BLANK_PROMPT,
-    DAMAGED,
-    NO_ASSISTANT,
-    NO_LAST_ANSWER,
-    ExaminedTexts,
-)
+from openpi_train.data.check import record_flags
+from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.scripts import shares_in_words
+from openpi_train.data.check.text_columns import columns_in_words
 from openpi_train.data.findings import Finding
 
 # A text is very long if it has more characters than both.
 _MEDIANS, _LONG = 50, 20_000
+# Special tokens that this share of the records has in its texts, and at least two, were not written by chance.
+_SPECIAL_SHARE = 0.01
+# Answers that begin with their prompt are a fault of the file where this share does.
+_BEGIN_SHARE = 0.5
 
 
 def unreadable(data: ExaminedTexts) -> Iterator[Finding]:
@@ -30,15 +29,15 @@ def unreadable(data: ExaminedTexts) -> Iterator[Finding]:
                 count=measures.bad,
                 total=measures.bad + len(measures),
                 unit="records",
-                where=measures.first_bad,
+                where=measures.first_bad.replace("--data.datasets.N.columns", data.columns_flag),
                 training="a run ends at the first one, or leaves them out (--data.on-bad-record skip)",
-                remedy="Repair or remove these records",
+                remedy=columns_in_words(measures.bad_columns, data) or "Repair or remove these records",
             )
 
 
 def no_records(data: ExaminedTexts) -> Iterator[Finding]:
     """Files without any record."""
-    if not len(data.measures) and not data.measures.bad:
+    if not len(data.measures) and not data.measures.bad and not data.measures.equal:
         yield Finding(
             kind="no records",
             count=0,
@@ -61,7 +60,7 @@ def types_mixed(data: ExaminedTexts) -> Iterator[Finding]:
             where=data.measures.types[others[0][0]],
             what=", ".join(f"{kind}: {count}" for kind, count in ((usual, most), *others)),
             training="the dataset is refused",
-            remedy="Split it into a dataset for each type, or name the columns (--data.datasets.N.columns)",
+            remedy=f"Split it into a dataset for each type, or name the columns ({data.columns_flag})",
         )
 
 
@@ -98,7 +97,7 @@ def blank(data: ExaminedTexts) -> Iterator[Finding]:
     """Answers without a visible character."""
     yield from _flagged(
         data,
-        BLANK,
+        record_flags.BLANK,
         kind="blank answers",
         what="an answer of white space, or an empty turn of the assistant",
         training="the model learns to answer nothing",
@@ -110,7 +109,7 @@ def blank_prompts(data: ExaminedTexts) -> Iterator[Finding]:
     """Prompts without a visible character."""
     yield from _flagged(
         data,
-        BLANK_PROMPT,
+        record_flags.BLANK_PROMPT,
         kind="blank prompts",
         what="a prompt of white space, or a conversation whose user says nothing",
         training="the model learns to answer a question that it cannot see",
@@ -122,7 +121,7 @@ def no_assistant(data: ExaminedTexts) -> Iterator[Finding]:
     """Conversations without a turn of the assistant."""
     yield from _flagged(
         data,
-        NO_ASSISTANT,
+        record_flags.NO_ASSISTANT,
         kind="no assistant turn",
         what="no message has the role assistant",
         training="with --data.targets assistant they are bad records, else the user's words are learned",
@@ -134,7 +133,7 @@ def no_last_answer(data: ExaminedTexts) -> Iterator[Finding]:
     """Conversations that end without an answer."""
     yield from _flagged(
         data,
-        NO_LAST_ANSWER,
+        record_flags.NO_LAST_ANSWER,
         kind="no last answer",
         what="the last message is not the assistant's",
         training="the last question is learned as text, or has no targets",
@@ -142,11 +141,113 @@ def no_last_answer(data: ExaminedTexts) -> Iterator[Finding]:
     )
 
 
+def assistant_first(data: ExaminedTexts) -> Iterator[Finding]:
+    """Conversations in which the assistant speaks first."""
+    yield from _flagged(
+        data,
+        record_flags.ASSISTANT_FIRST,
+        kind="assistant speaks first",
+        what="the first message, but for the system's, is the assistant's",
+        training="templates of published models refuse it, or the model learns to begin by itself",
+        remedy="Cut that message off, or look whether the roles are exchanged",
+    )
+
+
+def same_role_twice(data: ExaminedTexts) -> Iterator[Finding]:
+    """Conversations in which the user or the assistant speaks twice in a row."""
+    yield from _flagged(
+        data,
+        record_flags.SAME_ROLE_TWICE,
+        kind="one role twice in a row",
+        what="two messages of the user, or of the assistant, follow each other",
+        training="templates of published models refuse it, or write turns that no conversation has",
+        remedy="Join the two messages, or look whether one was lost between them",
+    )
+
+
+def echoes(data: ExaminedTexts) -> Iterator[Finding]:
+    """Answers that are their prompt, or, in most records, begin with it."""
+    yield from _flagged(
+        data,
+        record_flags.ECHO,
+        kind="answers that repeat their prompt",
+        what="the answer is its prompt",
+        training="the model learns to repeat what it is asked",
+        remedy="Look whether a column was taken twice; remove these records",
+    )
+    begin = (data.measures["flags"] & record_flags.BEGINS_WITH_PROMPT) > 0
+    if begin.mean() >= _BEGIN_SHARE if len(begin) else False:
+        yield from _finding(
+            data,
+            begin,
+            kind="answers that repeat their prompt",
+            what="the answer begins with the whole prompt, which is then there twice",
+            training="the model learns to repeat what it is asked, and answers then",
+            remedy=f"Cut the prompt off the answers, or read them as texts ({data.columns_flag} text=COLUMN)",
+        )
+
+
+def contradictions(data: ExaminedTexts) -> Iterator[Finding]:
+    """Preferences, and labelled answers, of which another record says the opposite."""
+    measures = data.measures
+    verdicts, opposites = measures["verdicts"], measures["opposites"]
+    # Equal answers say their own opposite, and are another kind.
+    which = (verdicts != opposites) & np.isin(verdicts, opposites)
+    if which.any():
+        one = int(np.argmax(which))
+        other = int(np.flatnonzero(verdicts == opposites[one])[0])
+        yield Finding(
+            kind="contradicting preferences",
+            count=int(which.sum()),
+            total=len(which),
+            unit="records",
+            where=f"{measures.place(other)} (against {measures.place(one)})",
+            what="of the same prompt, the same answers are judged the other way round",
+            training="they cancel each other",
+            remedy="Keep what most judges said of each pair; look whether the columns were exchanged in a part",
+        )
+
+
+def equal_answers(data: ExaminedTexts) -> Iterator[Finding]:
+    """Preferences whose two answers are equal, but for white space."""
+    measures = data.measures
+    nearly = (measures["flags"] & record_flags.EQUAL_ANSWERS) > 0
+    if measures.equal or nearly.any():
+        yield Finding(
+            kind="chosen equals rejected",
+            count=measures.equal + int(nearly.sum()),
+            total=measures.equal + len(measures),
+            unit="records",
+            where=measures.first_equal or measures.place(int(np.argmax(nearly))),
+            what=f"{measures.equal} to the last character, the others but for white space",
+            training="there is nothing to compare; those that are wholly equal end a run, or are left out "
+            "(--data.on-bad-record skip)",
+            remedy="Remove these records",
+        )
+
+
+def special_tokens(data: ExaminedTexts) -> Iterator[Finding]:
+    """Special tokens that are written in texts."""
+    which = (data.measures["flags"] & record_flags.SPECIAL) > 0
+    if which.sum() >= max(2, _SPECIAL_SHARE * len(which)):
+        tokens = sorted(data.measures.tokens.items(), key=lambda pair: -pair[1])
+        yield from _finding(
+            data,
+            which,
+            kind="special tokens in texts",
+            what=", ".join(f"{token} in {count}" for token, count in tokens[:6]),
+            training="they are encoded as they stand: as special tokens where the tokenizer has them, so that a text "
+            "ends or changes its speaker on the way, else letter by letter",
+            remedy="Take the texts from before a template was put around them; strings that were rendered beforehand "
+            "need the tokenizer of that template",
+        )
+
+
 def damaged_characters(data: ExaminedTexts) -> Iterator[Finding]:
     """Texts that were read in the wrong encoding once, or hold characters that stand for lost ones."""
     yield from _flagged(
         data,
-        DAMAGED,
+        record_flags.DAMAGED,
         kind="damaged characters",
         what="UTF-8 that was read as Latin-1, U+FFFD, or NUL",
         training="the model learns to write them",
@@ -210,6 +311,12 @@ TEXT_KINDS = (
     TextFaultKind(blank_prompts, "blank prompts"),
     TextFaultKind(no_assistant, "no assistant turn"),
     TextFaultKind(no_last_answer, "no last answer"),
+    TextFaultKind(assistant_first, "assistant speaks first"),
+    TextFaultKind(same_role_twice, "one role twice in a row"),
+    TextFaultKind(echoes, "answers that repeat their prompt"),
+    TextFaultKind(equal_answers, "chosen equals rejected"),
+    TextFaultKind(contradictions, "contradicting preferences"),
+    TextFaultKind(special_tokens, "special tokens in texts"),
     TextFaultKind(copies, "copies of texts"),
     TextFaultKind(held_out_too, "held-out texts in training"),
     TextFaultKind(damaged_characters, "damaged characters"),

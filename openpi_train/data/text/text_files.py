@@ -26,7 +26,7 @@ from openpi_train.runtime.exits import UsageError
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _PARQUET, _ARROW = ".parquet", ".arrow"
 _TABLES = (_PARQUET, _ARROW)
-_ENDINGS = (*_LINES, *_TABLES)
+ENDINGS = (*_LINES, *_TABLES)
 # Those that may be one array of records.
 _ARRAYS = (".json", ".json.gz")
 _MARK = b"\xef\xbb\xbf"
@@ -188,19 +188,19 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
     Raises FileNotFoundError if there are none, DataError if the hub does not give them, BadRecord as `data_files`.
     """
     if where.startswith(SCHEME):
-        patterns = [f"{start}*{ending}" for ending in _ENDINGS for start in ("", "**/")]
+        patterns = [f"{start}*{ending}" for ending in ENDINGS for start in ("", "**/")]
         root = hub_folder(where, repo_type="dataset", patterns=patterns, offline=offline)
     else:
         root = Path(where).expanduser()
         if not root.exists():
             raise FileNotFoundError(f"there is no file or folder {where}: check the path")
     if root.is_file():
-        if not root.name.endswith(_ENDINGS):
-            raise FileNotFoundError(f"{where} is none of {', '.join(_ENDINGS)}, which are the files that are read")
+        if not root.name.endswith(ENDINGS):
+            raise FileNotFoundError(f"{where} is none of {', '.join(ENDINGS)}, which are the files that are read")
         return [TextFile(root, root.name)]
-    names = data_files(root, _ENDINGS)
+    names = data_files(root, ENDINGS)
     if not names:
-        raise FileNotFoundError(f"no texts in {where}: it needs files of {', '.join(_ENDINGS)}")
+        raise FileNotFoundError(f"no texts in {where}: it needs files of {', '.join(ENDINGS)}")
     mine = list(names) if split is None else of_split(names, split)
     if not mine:
         shown = ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
@@ -210,7 +210,7 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
 
 def names_a_path(text: str) -> bool:
     """Whether the text is a path or an address, rather than the name of a split."""
-    return "/" in text or text.endswith(_ENDINGS)
+    return "/" in text or text.endswith(ENDINGS)
 
 
 def _without_nulls(value: Any) -> Any:

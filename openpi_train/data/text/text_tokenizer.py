@@ -97,6 +97,12 @@ class TextTokenizer:
         return found
 
     @functools.cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that become a special token wherever they stand in a text."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return tuple(sorted(token.content for token in added if token.special and token.content.strip()))
+
+    @functools.cached_property
     def eos(self) -> int | None:
         """The token that ends a text; None if the files name none. Raises ValueError if it is not in the vocabulary."""
         text = self.special_tokens.get("eos_token")

@@ -7,6 +7,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from openpi_train.data.check import record_measures
+from openpi_train.data.check.record_flags import SpecialTokens
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.scripts import main_script
 from openpi_train.data.check.text_kinds import TEXT_KINDS, examine_texts
@@ -76,8 +77,80 @@ def open_end(rows):
     rows[4]["messages"].append({"role": "user", "content": "And then?"})
 
 
+def preferred(number=20):
+    return [{"prompt": f"Which is {n}?", "chosen": f"It is {n}.", "rejected": f"Not {n}."} for n in range(number)]
+
+
+def opposite(rows):
+    rows[9] = {"prompt": rows[2]["prompt"], "chosen": rows[2]["rejected"], "rejected": rows[2]["chosen"]}
+
+
+def equal(rows):
+    rows[4]["rejected"] = rows[4]["chosen"]
+
+
+def nearly_equal(rows):
+    rows[4]["rejected"] = rows[4]["chosen"] + "\n"
+
+
+def judged(number=20):
+    return [{"prompt": f"Say {n}.", "completion": f"It is {n}.", "label": n % 2 == 0} for n in range(number)]
+
+
+def other_label(rows):
+    rows[9] = rows[2] | {"label": not rows[2]["label"]}
+
+
+def echo(rows):
+    rows[4]["completion"] = rows[4]["prompt"]
+
+
+def whole_text(rows):
+    for row in rows:
+        row["completion"] = f"{row['prompt']} {row['completion']}"
+
+
+def echo_in_talk(rows):
+    rows[4]["messages"] = [
+        {"role": "user", "content": "Please say four."},
+        {"role": "assistant", "content": "Please say four."},
+    ]
+
+
+def rendered(rows):
+    for row in rows[3:8]:
+        row["completion"] += "<|im_end|>"
+
+
+def old_template(rows):
+    for row in rows[3:8]:
+        row["prompt"] = f"<s>[INST] {row['prompt']} [/INST]"
+
+
+def rendered_turns(rows):
+    for row in rows[3:8]:
+        row["messages"][1]["content"] += "<|eot_id|>"
+
+
+def early_assistant(rows):
+    system = {"role": "system", "content": "Be short."}
+    rows[4]["messages"] = [system, {"role": "assistant", "content": "Hello."}, *rows[4]["messages"]]
+
+
+def two_questions(rows):
+    rows[4]["messages"].insert(0, {"role": "user", "content": "Are you there?"})
+
+
+def two_answers(rows):
+    rows[4]["messages"].append({"role": "assistant", "content": "Anything else?"})
+
+
 # Kind, count, line.
 STANDARD = {
+    echo: ("answers that repeat their prompt", 1, 5),
+    whole_text: ("answers that repeat their prompt", 20, 1),
+    rendered: ("special tokens in texts", 5, 4),
+    old_template: ("special tokens in texts", 5, 4),
     blank: ("blank answers", 1, 5),
     no_question: ("blank prompts", 1, 5),
     copied: ("copies of texts", 1, 8),
@@ -87,14 +160,28 @@ STANDARD = {
     endless: ("very long texts", 1, 4),
 }
 SPOKEN = {
+    echo_in_talk: ("answers that repeat their prompt", 1, 5),
+    rendered_turns: ("special tokens in texts", 5, 4),
+    early_assistant: ("assistant speaks first", 1, 5),
+    two_questions: ("one role twice in a row", 1, 5),
+    two_answers: ("one role twice in a row", 1, 5),
     silent_assistant: ("blank answers", 1, 5),
     silent_user: ("blank prompts", 1, 5),
     other_answer: ("languages mixed", 1, 7),
     no_assistant: ("no assistant turn", 1, 5),
     open_end: ("no last answer", 1, 5),
 }
-NAMES = {"ids": lambda one: getattr(one, "__name__", "")}
-FAULTS = [*((sound, fault, *told) for fault, told in STANDARD.items()), *((spoken, f, *t) for f, t in SPOKEN.items())]
+PREFERRED = {
+    equal: ("chosen equals rejected", 1, 5),
+    nearly_equal: ("chosen equals rejected", 1, 5),
+    opposite: ("contradicting preferences", 2, 10),
+}
+JUDGED = {other_label: ("contradicting preferences", 2, 10)}
+FAULTS = [
+    (rows, fault, *told)
+    for rows, faults in ((sound, STANDARD), (spoken, SPOKEN), (preferred, PREFERRED), (judged, JUDGED))
+    for fault, told in faults.items()
+]
 
 
 def write(path, rows):
@@ -120,11 +207,12 @@ def test_a_fault_is_found_with_its_line_and_nothing_else_is(ending, rows, fault,
     fault(made)
     findings = found(write(tmp_path / f"made.{ending}", made))
     assert set(findings) == {kind} and findings[kind].count == count
-    assert findings[kind].where == (f"made.jsonl:{line}" if ending == "jsonl" else f"made.parquet: row {line}")
+    place = f"made.jsonl:{line}" if ending == "jsonl" else f"made.parquet: row {line}"
+    assert findings[kind].where.partition(" (against")[0] == place
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-@pytest.mark.parametrize("rows", [sound, spoken])
+@pytest.mark.parametrize("rows", [sound, spoken, preferred, judged])
 def test_nothing_is_found_in_sound_texts(ending, rows, tmp_path):
     assert not found(write(tmp_path / f"made.{ending}", rows()))
 
@@ -158,6 +246,51 @@ def test_a_held_out_prompt_in_training_is_found_whatever_its_case(tmp_path):
 def test_a_translation_has_another_script_in_each_field(tmp_path):
     rows = [{"prompt": f"Translate {n} please", "completion": f"Пожалуйста, вот {n}"} for n in range(9)]
     assert not found(write(tmp_path / "made.jsonl", rows))
+
+
+def test_greetings_calls_of_tools_and_bad_answers_may_repeat_or_follow_each_other(tmp_path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    talk = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hi!"}]
+    rows = [{"messages": [*talk, {"role": "user", "content": f"Look {n}."}, call, talk[1]]} for n in range(9)]
+    assert not found(write(tmp_path / "talks.jsonl", rows))
+    rows = preferred()
+    rows[3]["rejected"] = rows[3]["prompt"] = "Which number comes after two?"
+    assert not found(write(tmp_path / "pairs.jsonl", rows))
+
+
+def test_tokens_of_the_experiments_tokenizer_are_told_in_messages_and_may_stand_in_rendered_strings(tmp_path):
+    own = SpecialTokens(("<turn>", "</s>"))
+    talks, texts = spoken(), [{"text": f"<turn>user {n}</s>"} for n in range(9)]
+    for row in talks[:5]:
+        row["messages"][0]["content"] += "<turn>"
+    (finding,) = found(write(tmp_path / "talks.jsonl", talks), special=own).values()
+    assert (finding.kind, finding.what) == ("special tokens in texts", "<turn> in 5")
+    assert not found(write(tmp_path / "texts.jsonl", texts), special=own)
+    assert found(tmp_path / "texts.jsonl")["special tokens in texts"].what == "</s> in 9"
+    # A single text about language models is none.
+    talks = spoken()
+    talks[3]["messages"][0]["content"] = "What is <|endoftext|>?"
+    assert not found(write(tmp_path / "one.jsonl", talks))
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ({"question": "1+1?", "answer": "2"}, "--columns prompt=question completion=answer"),
+        (
+            {"instruction": "Add", "input": "1 1", "output": "2"},
+            "--columns prompt=instruction completion=output. This leaves out input",
+        ),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, "--columns messages=conversations. Its messages need"),
+        ({"question": "1+1?", "chosen": "2", "rejected": [3]}, "Repair or remove"),
+        ({"content": "A text."}, "--columns text=content"),
+        ({"a": "x", "b": "y"}, "the first such record has a, b"),
+    ],
+)
+def test_columns_of_no_type_are_told_with_the_flag_that_names_them(record, advice, tmp_path):
+    path = write(tmp_path / "made.jsonl", [record] * 3)
+    finding = found(path, columns_flag="--columns")["unreadable records"]
+    assert advice in finding.remedy and "--data.datasets" not in finding.where + finding.remedy
 
 
 @pytest.mark.parametrize(
