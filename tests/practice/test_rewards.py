@@ -59,6 +59,17 @@ FUNCTIONS = """
             child.wait()
         return 1
 
+    # Comes back once the file of its reference is there: by then nobody may wait for its answer.
+    def late(prompt, completion, reference):
+        while not Path(reference).exists():
+            time.sleep(0.001)
+        return 1 / 0 if completion == "raise" else 1
+
+    # Goes on when its program ends.
+    def goes_on(prompt, completion, reference):
+        subprocess.run(["sleep", "600"])
+        Path(reference).write_text("went on")
+
     def words(prompt, completion, reference):
         return "0.5"
 
@@ -166,8 +177,7 @@ def test_a_process_that_is_killed_between_two_calls_is_started_again(functions):
     reward = FunctionReward(f"{functions}:process", timeout_s=60.0)
     (process,) = reward([("", "", "")])
     os.kill(int(process), signal.SIGKILL)
-    while Path(f"/proc/{int(process)}/stat").read_text().split()[2] != "Z":
-        pass
+    os.waitid(os.P_PID, int(process), os.WEXITED | os.WNOWAIT)  # its first thread is a zombie a little before
     (other,) = reward([("", "", "")])
     assert other != process
     reward.close()
@@ -197,6 +207,34 @@ def test_programs_end_with_the_function_that_started_them(functions, tmp_path, h
     assert "returns" not in how or is_running(child)
     reward.close()
     until_ended(child)
+
+
+@pytest.mark.parametrize("completion", ["", "raise"])
+def test_an_answer_that_comes_too_late_is_no_error_on_the_terminal(functions, tmp_path, completion, capfd):
+    reward = FunctionReward(f"{functions}:late", timeout_s=60.0)
+    reward.start()
+    assert reward._connection is not None
+    reward._connection.send(("", completion, str(tmp_path / "closed")))
+    reward._connection.close()
+    (tmp_path / "closed").touch()
+    reward._process.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_function_that_is_ended_does_not_see_its_program_end_first(functions, tmp_path, monkeypatch):
+    killed = []
+
+    def kill_and_wait(pid, signum, kill=os.kill):
+        kill(pid, signum)
+        if signum == signal.SIGKILL and not killed:  # the program's: leave its parent time to go on
+            killed.append(pid)
+            time.sleep(0.3)
+
+    reward = FunctionReward(f"{functions}:goes_on", timeout_s=0.5, on_timeout="none")
+    reward.start()
+    monkeypatch.setattr("openpi_train.practice.rewards.process_group.os.kill", kill_and_wait)
+    assert reward([("", "", str(tmp_path / "file"))]) == [None]
+    assert killed and not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize("how", ["returns", "hang session"])

@@ -228,6 +228,14 @@ def _serve(connection: Connection, name: str) -> None:
     lead_group()
     for signum in (signal.SIGTERM, signal.SIGINT):  # of a whole Slurm step: the run ends this process itself
         signal.signal(signum, signal.SIG_IGN)
+    try:
+        _answer_all(connection, name)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the run has ended, or waits no longer
+        end_group(os.getpid())
+
+
+def _answer_all(connection: Connection, name: str) -> None:
+    """Answer until the other end is closed, which raises one of three errors; return if there is no such function."""
     file, _, function = PACKAGED.get(name, name).rpartition(":")
     try:
         module = (
@@ -240,18 +248,15 @@ def _serve(connection: Connection, name: str) -> None:
         return
     connection.send(_problem(file, function, found))
     while True:
-        try:
-            texts = connection.recv()
-        except EOFError:
-            end_group(os.getpid())
-            return
+        texts = connection.recv()
         try:
             value = found(*texts)
             if isinstance(value, str | bytes):
                 raise TypeError(f"it returned {value!r}; needed is a number, or None for no reward")
-            connection.send((None if value is None else float(value), None))
+            answer = None if value is None else float(value), None
         except Exception:
-            connection.send((None, traceback.format_exc(limit=-3).strip()))
+            answer = None, traceback.format_exc(limit=-3).strip()
+        connection.send(answer)
 
 
 def _problem(file: str, function: str, found: Any) -> str | None:

@@ -24,6 +24,9 @@ def end_group(leader: int) -> None:
     The process must not have been waited for: only so long is its number not another's. Programs that outlived a parent
     in a session of their own are not found.
     """
+    if leader != os.getpid():  # else it would see its programs end first, and go on with what it takes for their result
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(leader, signal.SIGSTOP)
     for process in list(_descendants(leader)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
