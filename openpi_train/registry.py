@@ -117,8 +117,9 @@ def _found(name: str) -> tuple[Any, Any, str]:
     if ".py" in name:
         file, _, attribute = name.partition(":")
         _configs_package()  # the file may build upon `openpi_train_configs`
-        module = import_file(Path(file), "experiment file")
-        experiment = getattr(module, attribute, None) if attribute else None
+        # A file alone may be any program: it is not run.
+        module = import_file(Path(file), "experiment file") if attribute or not Path(file).is_file() else None
+        experiment = getattr(module, attribute, None)
         if experiment is None:
             names = ", ".join(entry.name for entry in read_entries(Path(file))) or "none with a description below it"
             raise UnknownName(f"{name!r}: give the experiment as file.py:name; {file} has {names}")

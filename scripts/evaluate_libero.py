@@ -26,10 +26,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgpack
-import numpy as np
-from websockets.exceptions import ConnectionClosed, WebSocketException
-from websockets.sync.client import connect
+MISSING: ImportError | None = None
+try:
+    import msgpack
+    import numpy as np
+    from websockets.exceptions import ConnectionClosed, WebSocketException
+    from websockets.sync.client import connect
+except ImportError as error:  # told by `main`, after --help
+    MISSING = error
 
 # Control steps of each suite, somewhat more than its longest demonstration has.
 SUITES = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
@@ -46,6 +50,8 @@ class Problem(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, print a table and write the results. Returns 0, or 2 with a message."""
     flags = flags_of(arguments)
+    if MISSING is not None:
+        return told(f"{MISSING}. In LIBERO's environment: pip install numpy msgpack 'websockets>=11'")
     try:
         results = opened_results(flags)
         policy = ServedPolicy(flags.url, api_key(flags.api_key_file), flags.wait_s)
@@ -59,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return told(f"the server closed the connection ({error}); --resume continues when it is back")
     except Problem as error:
         return told(str(error))
+    except ImportError as error:
+        return told(f"{error}: run it in the environment in which LIBERO is installed (docs/libero.md)")
     print(table(results))
     return 0
 

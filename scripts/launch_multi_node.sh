@@ -9,6 +9,11 @@
 # PYTHON (python, or that of .venv).
 set -euo pipefail
 
+if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 usage() {
     echo "launch_multi_node.sh: $1" >&2
     echo "usage: [NODE_RANK=k | HOSTS=a,b] $0 <master address> <hosts> <processes per host> [-- experiment --exp-name x ...]" >&2

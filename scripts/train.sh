@@ -7,6 +7,11 @@
 # store, as there.
 set -euo pipefail
 
+if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 if [ $# -lt 6 ]; then
     echo "train.sh: six arguments are needed, $# given" >&2
     echo "usage: $0 <task> <setting> <episodes> <seed> <action dims> <GPU number> [--dry-run] [-- flags ...]" >&2

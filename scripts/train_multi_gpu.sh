@@ -13,6 +13,11 @@
 # run_ddp_training.sh.
 set -euo pipefail
 
+if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 if [ $# -eq 0 ] || [[ "$1" =~ ^([0-9]+$|-) ]]; then
     exec "$(dirname "$0")/run_ddp_training.sh" "$@"
 fi

@@ -4,6 +4,11 @@
 #   ./scripts/train_six_tasks.sh <setting> <episodes> <seed> <GPU number> [--dry-run] [-- flags ...]
 set -euo pipefail
 
+if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 if [ $# -lt 4 ]; then
     echo "train_six_tasks.sh: four arguments are needed, $# given" >&2
     echo "usage: $0 <setting> <episodes> <seed> <GPU number> [--dry-run] [-- flags ...]" >&2

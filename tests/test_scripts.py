@@ -26,6 +26,10 @@ LINES = {
     "train_multi_gpu.sh six_tasks demo_clean 1200 0 2 --dry-run": LAUNCHED,
     "train.sh six_tasks demo_clean 1200 0 14 0 --dry-run": LAUNCHED,
     "train_six_tasks.sh demo_clean 1200 0 0 --dry-run": LAUNCHED,
+    "launch_multi_node.sh --help": "NODE_RANK=1 ./scripts/launch_multi_node.sh",
+    "train_multi_gpu.sh --help": "./scripts/train_multi_gpu.sh <task>",
+    "train.sh --help": "./scripts/train.sh <task>",
+    "train_six_tasks.sh --help": "./scripts/train_six_tasks.sh <setting>",
 }
 
 
@@ -79,6 +83,24 @@ def test_without_any_environment_it_says_what_makes_one(tmp_path):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     done = started(tmp_path, "main.py --help", tmp_path)
     assert done.returncode == 2 and "`make train` in" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_liberos_client_without_its_packages_has_its_help_and_names_them(tmp_path):
+    done = subprocess.run(
+        [sys._base_executable, "-S", ROOT / "scripts" / "evaluate_libero.py", "--help"],  # pyright: ignore
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "--suite" in done.stdout, done.stderr
+    done = subprocess.run(
+        [*done.args[:-1], "--suite", "libero_goal", "--out", tmp_path / "out.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "No module named 'msgpack'" in done.stderr and "pip install numpy msgpack" in done.stderr
 
 
 def test_every_script_is_tried():

@@ -19,7 +19,7 @@ from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.leased import Leased, add_idle, numbers_of
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
-from openpi_train.runtime.own_file import import_file
+from openpi_train.runtime.own_file import import_file, told_of_file
 
 # What the source of a task of ManiSkill begins with.
 MANISKILL = "maniskill:"
@@ -172,7 +172,8 @@ def _made(source: str) -> Any:
         make = getattr(import_file(Path(file), "the file of the environment"), function, None)
         if not callable(make):
             raise UsageError(f"gym:{source}: {file} has no function {function!r} that makes an environment")
-        return make()
+        with told_of_file(Path(file), "the file of the environment"):
+            return make()
     try:
         import gymnasium
     except ImportError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.practice.rewards.process_group import end_group, lead_group
-from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.exits import DataError, RunError
 from openpi_train.runtime.own_file import import_file
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,8 @@ def _answer_all(connection: Connection, name: str) -> None:
         found: Any = getattr(module, function, None)
     except Exception as error:
         missing = name in PACKAGED and isinstance(error, ImportError)
-        connection.send(f"{type(error).__name__}: {error}" + (f". {INSTALL}" if missing else ""))
+        told = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        connection.send(told + (f". {INSTALL}" if missing else ""))
         return
     connection.send(_problem(file, function, found))
     while True:
