@@ -94,6 +94,7 @@ def resume(argv: Sequence[str]) -> int:
     logs.configure(find_world(process, os.environ).process_index)
     from openpi_train.tools import resume_run
 
+    request, rest = resume_run.where_it_began(request, rest)
     return _run(with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run."), process)
 
 

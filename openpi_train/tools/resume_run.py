@@ -60,6 +60,34 @@ def of_several(name: str, argv: Sequence[str]) -> str:
     return name
 
 
+def where_it_began(request: ResumeRequest, argv: Sequence[str]) -> tuple[ResumeRequest, list[str]]:
+    """Go to the folder where the run was last started, so that all relative paths that it has recorded are those of it.
+
+    Returns the request and the flags for there: paths that are given, and are here, become absolute. Where that folder
+    is gone, nothing changes, and `experiment_of` warns.
+    """
+    run = Path(os.path.abspath(request.run.expanduser()))
+    _, began = _last_start(run)
+    if began == Path.cwd() or not began.is_dir():
+        return request, list(argv)
+    file = request.experiment
+    if file is not None and Path(file.partition(":")[0]).is_file():
+        file = os.path.abspath(file)
+    words = [_absolute(word) for word in argv]
+    logger.info("the run goes on in %s, where it was started: its relative paths are those of that folder", began)
+    os.chdir(began)
+    return dataclasses.replace(request, run=run, experiment=file), words
+
+
+def _absolute(word: str) -> str:
+    """A flag's value, or `--flag=value`, that is a relative path of something here, as an absolute one."""
+    flag, separator, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    file, colon, name = value.partition(":")
+    if os.sep not in file or os.path.isabs(file) or not os.path.exists(file):
+        return word
+    return f"{flag}{separator}{os.path.abspath(file)}{colon}{name}"
+
+
 def experiment_of(request: ResumeRequest) -> Experiment:
     """The experiment of the run in this directory, which goes on. Raises UsageError or CheckpointError."""
     run = Path(os.path.abspath(request.run.expanduser()))
@@ -86,7 +114,8 @@ def experiment_of(request: ResumeRequest) -> Experiment:
         )
     if started_in != Path.cwd():
         logger.warning(
-            "the run was last started in %s; relative paths of its experiment, such as %s, are those of %s now",
+            "the run was last started in %s, which is not there; relative paths of its experiment, such as %s, are "
+            "those of %s now",
             *(started_in, found.assets_base_dir, Path.cwd()),
         )
     base = run.parent.parent

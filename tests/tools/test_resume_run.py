@@ -45,6 +45,7 @@ def recorded(tmp_path, experiment, **start):
 @pytest.fixture
 def asked(monkeypatch):
     """The experiment that a command line would train, without starting it."""
+    monkeypatch.chdir(Path.cwd())  # a run goes on in another folder: back here at the end
     found = []
     monkeypatch.setattr(cli, "_run", lambda experiment, process: found.append(experiment) or 0)
 
@@ -126,10 +127,30 @@ def test_the_verb_takes_the_run_and_what_is_given(asked, words, tmp_path, monkey
     assert asked("resume", run, "--resume").resume, "a launcher that starts it again adds the flag"
     assert asked("resume", run, "--resume-from", "20").resume_from == "20"
     assert "relative paths" not in caplog.text
-    monkeypatch.chdir(tmp_path / "debug")
+
+
+def test_a_run_goes_on_in_the_folder_where_it_was_started(asked, words, tmp_path, monkeypatch, caplog):
+    (tmp_path / "elsewhere" / "data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    begun = asked("debug", "--exp-name", "x", "--checkpoint-base-dir", ".")
+    run = recorded(tmp_path, begun)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with caplog.at_level(logging.INFO):
+        again = asked("resume", "../debug/x", "--assets-base-dir", "./data")
+    assert Path.cwd() == tmp_path and f"goes on in {tmp_path}" in caplog.text
+    assert again.run_dir == run and again.checkpoint_base_dir == "."
+    assert again.assets_base_dir == str(tmp_path / "elsewhere" / "data"), "what is given is of where it is typed"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert asked("resume", run, "--assets-base-dir=./data").assets_base_dir == str(tmp_path / "elsewhere" / "data")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert asked("resume", run).assets_dir.absolute() == tmp_path / "assets" / "debug"
+
+
+def test_where_the_folder_is_gone_relative_paths_are_told(asked, words, tmp_path, caplog):
+    run = recorded(tmp_path, asked("debug", *words), directory=str(tmp_path / "gone"))
     with caplog.at_level(logging.WARNING):
-        asked("resume", "x")
-    assert "relative paths of its experiment, such as ./assets" in caplog.text
+        asked("resume", run)
+    assert "which is not there; relative paths of its experiment, such as ./assets" in caplog.text
 
 
 def test_what_is_no_run_is_told(words, tmp_path):
