@@ -19,8 +19,8 @@ def import_file(file: Path, what: str) -> ModuleType:
 
     The folder stays on `sys.path`, which spawned data workers inherit: classes defined in the file can be unpickled.
 
-    Raises FileNotFoundError, ValueError if it does not parse or has the name of another module, or UsageError with
-    file, line and the end of the traceback if it cannot be run.
+    Raises FileNotFoundError, ValueError if it does not parse or has the name of another module, or UsageError with its
+    line and the end of the traceback if it cannot be run.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{what} {str(file)!r} does not exist (looked in {Path.cwd()})")

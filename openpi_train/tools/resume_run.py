@@ -114,8 +114,8 @@ def experiment_of(request: ResumeRequest) -> Experiment:
         )
     if started_in != Path.cwd():
         logger.warning(
-            "the run was last started in %s, which is gone; relative paths of its experiment, such as %s, are those of "
-            "%s now",
+            "the run was last started in %s, which is not there; relative paths of its experiment, such as %s, are "
+            "those of %s now",
             *(started_in, found.assets_base_dir, Path.cwd()),
         )
     base = run.parent.parent

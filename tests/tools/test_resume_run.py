@@ -150,7 +150,7 @@ def test_where_the_folder_is_gone_relative_paths_are_told(asked, words, tmp_path
     run = recorded(tmp_path, asked("debug", *words), directory=str(tmp_path / "gone"))
     with caplog.at_level(logging.WARNING):
         asked("resume", run)
-    assert "which is gone; relative paths of its experiment, such as ./assets" in caplog.text
+    assert "which is not there; relative paths of its experiment, such as ./assets" in caplog.text
 
 
 def test_what_is_no_run_is_told(words, tmp_path):
