@@ -31,6 +31,7 @@ from openpi_train.data.lerobot.lerobot_metadata import require
 from openpi_train.data.parquet.parquet_scan import FIRST
 from openpi_train.data.repack import is_repacked
 from openpi_train.data.rlds import Rlds
+from openpi_train.data.rlds.schema import INFO_FILE
 from openpi_train.data.sidecar import IndexedConfig, digest
 from openpi_train.data.source import Source, SourceConfig
 from openpi_train.data.text import arithmetic
@@ -168,7 +169,8 @@ def holds_texts(path: str) -> bool:
     except FileNotFoundError:
         return False
     if not files[0].path.name.endswith(".parquet"):
-        return root.is_file() or not any(root.rglob("*.tfrecord*"))
+        of_rlds = ("*.tfrecord*", INFO_FILE)  # whose shards may all be missing
+        return root.is_file() or not any(path for pattern in of_rlds for path in root.rglob(pattern))
     names = require("pyarrow.parquet").read_schema(files[0].path).names
     return not any(name in _OF_ROBOTS or name.startswith("observation") for name in names)
 

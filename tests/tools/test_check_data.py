@@ -287,3 +287,12 @@ def test_flags_that_have_no_meaning_are_refused(tmp_path):
         check(path, split="val")
     with pytest.raises(UsageError, match="there is nothing to check"):
         check_data.check_experiment(argparse.Namespace(name="mine", data=None), num_frames=8)
+
+
+def test_rlds_whose_shards_are_all_missing_is_no_folder_of_texts(tmp_path):
+    folder = WRITERS["rlds"](tmp_path, sound())
+    for shard in folder.glob("*.tfrecord*"):
+        shard.unlink()
+    (checked,) = check_data.check_path(str(folder), split=None, columns={}, held_out=None, num_frames=0)
+    (finding,) = checked.findings
+    assert finding.kind == "refused" and "made-train.tfrecord-00000-of-00001" in finding.what
