@@ -130,7 +130,11 @@ class RldsIndex(Sidecar):
         builder, shards, stats, missing = self.survey()
         schema = read_schema(builder, self.config.prompt_feature, self.config.wide_columns)
         parts = self._read_shards(shards, stats, schema)
-        written = self._join(directory, parts, shards, stats, schema)
+        gone = [
+            {"file": one.name, "record": 0, "episodes": one.num_episodes, "why": "the file is missing: download it"}
+            for one in missing
+        ]
+        written = self._join(directory, parts, shards, stats, schema, gone)
         for path in self.place.glob("parts/*"):
             if path not in parts:
                 path.unlink()
@@ -141,11 +145,6 @@ class RldsIndex(Sidecar):
             "skipped": schema.skipped,
             "missing": [one.name for one in missing],
             **written,
-            "dropped": written["dropped"]
-            + [
-                {"file": one.name, "record": 0, "episodes": one.num_episodes, "why": "the file is missing: download it"}
-                for one in missing
-            ],
         }
 
     def source(self, index: tables.Tables) -> Source:
@@ -178,9 +177,15 @@ class RldsIndex(Sidecar):
         return parts
 
     def _join(
-        self, directory: Path, parts: list[Path], shards: list[ShardFile], stats: list[tuple[int, int]], schema: Schema
+        self,
+        directory: Path,
+        parts: list[Path],
+        shards: list[ShardFile],
+        stats: list[tuple[int, int]],
+        schema: Schema,
+        gone: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Write the tables from all parts; returns their entries of the manifest."""
+        """Write the tables from all parts; returns their entries of the manifest. `gone`: entries of missing files."""
         texts: dict[str, int] = {}
         heads, dropped = [], []
         for path in parts:
@@ -192,6 +197,7 @@ class RldsIndex(Sidecar):
                 dropped += part_dropped
         shard_steps = [int(head["lengths"].sum()) for head in heads]
         num_steps, num_episodes = sum(shard_steps), sum(len(head["ids"]) for head in heads)
+        dropped += gone
         self.require_episodes(num_episodes, dropped)
 
         def pieces(key: str) -> Iterator[np.ndarray]:
