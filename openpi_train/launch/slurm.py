@@ -141,6 +141,18 @@ class Slurm(Launch):
             return None
         return _CORES_PER_GPU * self.gpus_per_node // self.num_tasks_per_node
 
+    def _cores_there(self) -> int | None:
+        """`cpus_per_task`; if it is not given, less than the default where no node has as many: the job would pend."""
+        wanted, most = self.cores_per_task, _most_cores(self.partition)
+        if self.cpus_per_task is not None or wanted is None or most is None or wanted * self.num_tasks_per_node <= most:
+            return self.cpus_per_task
+        cores = max(most // self.num_tasks_per_node, 1)
+        sys.stderr.write(
+            f"launch: {cores} cores for each process in place of {wanted}: sinfo knows no node with GPUs and more than "
+            f"{most} (--cpus-per-task)\n"
+        )
+        return cores
+
     @property
     def num_devices(self) -> int:
         """The devices of the run."""
@@ -156,7 +168,7 @@ class Slurm(Launch):
             raise LaunchError(f"--venv {self.venv} is not a virtual environment: {activate} does not exist")
         if self.gpus is not None:
             sys.stderr.write(f"launch: --gpus {self.gpus} in all: {self.gpus_per_node} on each of {self.nodes} nodes\n")
-        text = script(dataclasses.replace(self, arguments=resumed(self.arguments)))
+        text = script(dataclasses.replace(self, arguments=resumed(self.arguments), cpus_per_task=self._cores_there()))
         if self.dry_run:
             print(text, end="")
             return 0
@@ -296,6 +308,17 @@ def _srun(job: Slurm) -> list[str]:
         words += [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={folder}"]
         words += ["--no-container-entrypoint"]  # a cluster may run it, and then it would get bash as its argument
     return [*words, "--kill-on-bad-exit=1", "--label"]
+
+
+def _most_cores(partition: str | None) -> int | None:
+    """The largest number of cores of a node with GPUs, of this partition if given; None if sinfo cannot be asked."""
+    words = ["sinfo", "--noheader", "--Node", "--format=%c %G", *([f"--partition={partition}"] if partition else [])]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    nodes = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return max((int(cores) for cores, gres in nodes if "gpu" in gres and cores.isdecimal()), default=None)
 
 
 def _write(file: Path, text: str) -> None:

@@ -126,6 +126,16 @@ def test_slurm_accepts_a_file_with_every_option(slurm, tmp_path):
     slurm.run("sbatch", "--test-only", tmp_path / "out 100%" / "debug.sh")
 
 
+def test_a_job_asks_for_no_more_cores_than_a_node_has(slurm):
+    """The nodes have 2 cores and 2 GPUs each; 8 cores for a GPU would pend for ever, or be refused."""
+    written = slurm.launch("--nodes", "1", "--gpus-per-node", "2", "--dry-run", arguments=("debug",))
+    assert "#SBATCH --cpus-per-task=1\n" in written and "--cpus-per-task=1 " in written
+    written = slurm.launch(
+        *("--nodes", "1", "--gpus-per-node", "2", "--cpus-per-task", "3", "--dry-run"), arguments=("debug",)
+    )
+    assert "#SBATCH --cpus-per-task=3\n" in written
+
+
 def test_an_allocation_starts_one_task_per_process(slurm):
     words = [
         sys.executable,
