@@ -102,7 +102,7 @@ class Sidecar(abc.ABC):
         found = self._find(check_crc=self.config.check_crc)
         if found is None:
             with (
-                tables.explain_cache_errors(self.place, "the source's cache_dir (--...cache-dir)"),
+                tables.explain_cache_errors(self.place, "its cache_dir (--data.datasets.N.source.cache-dir)"),
                 locks.held(self.place / tables.LOCK, f"index of {self.label}"),
             ):
                 found = self._find(check_crc=self.config.check_crc) or self._build()

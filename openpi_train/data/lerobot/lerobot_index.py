@@ -204,7 +204,7 @@ class LeRobotIndex(Sidecar):
         if name != language_rows.PERSISTENT:
             return "events of single steps, which are no instructions"
         if self.config.prompt_from == "task":
-            return "read as instructions with the source's --...prompt-from subtask or task_aug"
+            return "read as instructions with --data.datasets.N.source.prompt-from subtask or task_aug"
         return f"its {self.config.prompt_from} is the instruction"
 
 

@@ -193,7 +193,7 @@ class Scan:
     def _failed(self, name: str, first: int, end: int, error: ValueError) -> np.ndarray:
         hint = ""
         if isinstance(error, BadChunk) and str(error).endswith("is missing"):
-            hint = " (if zarr omitted chunks that hold only fill values, set the source's --...fill-missing)"
+            hint = " (if zarr omitted chunks that hold only fill values: --data.datasets.N.source.fill-missing)"
         for episode in self._touched(first, end):
             self.problems.setdefault(episode, f"data/{name}, rows {first}..{end - 1}: {error}{hint}")
         info, camera = self._store.arrays[f"data/{name}"], self._layout.cameras.get(name)
@@ -235,8 +235,8 @@ def _copy_is_worth_it(store: Store, layout: ZarrLayout, place: Path) -> bool:
     free_bytes = shutil.disk_usage(place).free
     worth = copy_bytes <= _MOST_OF_FREE_DISK * free_bytes
     logger.info(
-        "%s: a picture shares its chunk with %d others; %s (%.1f GiB of %.1f free in %s; set --...decoded-copy True or "
-        "False to decide)", store.root.name, together - 1,
+        "%s: a picture shares its chunk with %d others; %s (%.1f GiB of %.1f free in %s; to decide: "
+        "--data.datasets.N.source.decoded-copy True or False)", store.root.name, together - 1,
         "all are kept decoded beside the index" if worth else "reading one decompresses all", copy_bytes / 2**30,
         free_bytes / 2**30, place,
     )  # fmt: skip
