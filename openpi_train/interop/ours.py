@@ -23,7 +23,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.params import nested_params
-from openpi_train.runtime.exits import CheckpointError
+from openpi_train.runtime.exits import CheckpointError, reported_as
 from openpi_train.runtime.passing_errors import patiently
 
 META = "meta.json"
@@ -78,7 +78,9 @@ def _check(step: Place, below: str) -> None:
         return
     share, shares = jax.process_index(), jax.process_count()
     local = step.local
-    if damage := patiently(lambda: find_damage(local, share=share, shares=shares, below=below), f"reading {step}"):
+    with reported_as(CheckpointError):  # no permission
+        damage = patiently(lambda: find_damage(local, share=share, shares=shares, below=below), f"reading {step}")
+    if damage:
         raise CheckpointError(f"{step} cannot be used: {damage}. Use another step, or fetch it again")
 
 

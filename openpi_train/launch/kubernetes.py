@@ -136,7 +136,7 @@ def manifest(spec: Kubernetes) -> list[Json]:
 
 
 def _job(spec: Kubernetes) -> Json:
-    """Pods that fail are replaced one by one. 70 and 75, and evictions, do not count towards --max-restarts."""
+    """Pods that fail are replaced one by one. 70, 71, 75 and evictions do not count towards --max-restarts."""
     ignored = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _exit_codes(_GO_ON)},

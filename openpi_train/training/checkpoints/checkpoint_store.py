@@ -36,7 +36,15 @@ from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
 from openpi_train.runtime import agree, preempt
-from openpi_train.runtime.exits import PEER_LOST, CheckpointError, PeerLostError, exit_code_of
+from openpi_train.runtime.exits import (
+    HARDWARE,
+    PEER_LOST,
+    CheckpointError,
+    HardwareError,
+    PeerLostError,
+    exit_code_of,
+    reported_as,
+)
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
@@ -306,8 +314,10 @@ class Checkpoints:
         self._saved_step = None
         if self._local:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
-        lost = cause is not None and exit_code_of(cause) == PEER_LOST  # whose reason the watchdog knows
-        raise (PeerLostError if lost else CheckpointError)(problem) from cause
+        # Of a lost process the watchdog knows the reason; a failed device is no fault of the checkpoint either.
+        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError}
+        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), CheckpointError)
+        raise kind(problem) from cause
 
     def _write(
         self,
@@ -331,7 +341,8 @@ class Checkpoints:
     def _damage(self, step: int) -> str:
         """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files."""
         directory, share, shares = self.step_dir(step), jax.process_index(), jax.process_count()
-        damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
+        with reported_as(CheckpointError):  # no permission: neither damage, nor will it pass
+            damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
         return next((text for text in agree.gather(f"verify checkpoint {step}", damage) if text), "")
 
     def _require_whole(self, step: int) -> None:

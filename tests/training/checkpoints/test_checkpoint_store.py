@@ -22,7 +22,7 @@ from openpi_train.interop import manifest
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import passing_errors
-from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, PeerLostError, StorageError
+from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, HardwareError, PeerLostError, StorageError
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints import checkpoint_store, step_dirs
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
@@ -287,6 +287,23 @@ def test_a_file_system_that_stays_away_ends_with_a_code_that_is_restarted(run, m
         monkeypatch.setattr(passing_errors.time, "monotonic", iter(range(0, 10**6, 400)).__next__)
         checkpoints.restore(abstract(make_state(0)))
     assert not list(run.glob("*.damaged-*"))
+
+
+def test_a_checkpoint_that_may_not_be_read_is_told_and_stays(run, monkeypatch):
+    denied = PermissionError(errno.EACCES, "Permission denied", "manifest.json")
+    monkeypatch.setattr(checkpoint_store, "find_damage", lambda *_, **__: raise_(denied))
+    with pytest.raises(CheckpointError, match=r"Permission denied.*manifest\.json"):
+        Checkpoints(run).restore(abstract(make_state(0)))
+    assert not list(run.glob("*.damaged-*"))
+
+
+def test_a_device_that_fails_during_a_save_is_a_fault_of_the_hardware(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1)
+    failed = RuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered")
+    monkeypatch.setattr(checkpoints._writer, "write", lambda *_: raise_(failed))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    with pytest.raises(HardwareError, match="saving checkpoint 2 failed"):
+        checkpoints.wait()
 
 
 def test_damaged_step_can_be_saved_again(run):
