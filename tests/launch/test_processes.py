@@ -335,3 +335,11 @@ def test_greetings_of_gloo_are_kept_and_not_shown_also_where_two_are_torn(tmp_pa
     record.close()
     assert capfdbinary.readouterr().out == b"[0] 0 is connected\n"
     assert record.path.read_bytes() == b"".join(lines)
+
+
+def test_a_host_whose_hardware_has_failed_is_lost_as_one_that_cannot_be_reached(tmp_path):
+    records = [processes.ProcessRecord(rank, tmp_path, host) for rank, host in enumerate("abc")]
+    for record, code in zip(records, (70, 71, 70), strict=True):
+        record.end(code)
+    outcome = processes.oversee([], records, grace_s=0.0)
+    assert (outcome.code, outcome.lost_hosts) == (71, ("b",))

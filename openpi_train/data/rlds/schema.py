@@ -155,8 +155,8 @@ def read_schema(builder: Any, prompt_feature: str, wide_columns: tuple[str, ...]
         )
     prompt = _choose_prompt(prompt_feature, texts, _metadata_texts(features, tfds.features), builder.data_dir)
     alternatives = _alternatives(prompt, [f"steps/{name}" for name in texts])
-    columns |= _flags_of_episode(features, tfds.features)
     identity = tuple(name for name, detail in sorted(columns.items()) if _is_identity(name, *detail))
+    columns |= _flags_of_episode(features, tfds.features)
     return Schema(dict(sorted(columns.items())), dict(sorted(cameras.items())), prompt, alternatives, identity, skipped)
 
 
@@ -183,12 +183,7 @@ def read_about(directory: Path, prompt: str, skipped: Mapping[str, str]) -> Abou
 
 
 def _is_identity(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-    return (
-        not name.startswith(OF_EPISODE)
-        and dtype != "bool"
-        and math.prod(shape) <= WIDEST_COLUMN
-        and name not in _RELABELLED
-    )
+    return dtype != "bool" and math.prod(shape) <= WIDEST_COLUMN and name not in _RELABELLED
 
 
 def _leaves(feature: Any, branch: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

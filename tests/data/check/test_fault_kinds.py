@@ -389,3 +389,19 @@ def test_still_robots_have_still_pictures():
         values = getattr(episodes[11], name)
         values[10:20] = values[10]
     assert not found(InMemory(episodes))
+
+
+def test_a_smaller_reach_in_some_episodes_is_no_other_unit():
+    episodes = sound()
+    for one in (episodes[5], episodes[11]):
+        one.state[:] = one.state / 6
+    assert "units mixed" not in found(InMemory(episodes))
+
+
+def test_rows_that_are_equal_where_the_arm_has_come_to_rest_are_not_doubled():
+    episodes = sound()
+    one = episodes[6]
+    for start in range(0, len(one.state) - 4, 5):
+        one.state[start + 1] = one.state[start + 2] = one.state[start] + 1e-4
+        one.action[start + 2] = one.action[start + 1]
+    assert "steps doubled" not in found(InMemory(episodes))
