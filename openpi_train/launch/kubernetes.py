@@ -3,7 +3,7 @@
 One pod per host with one process that owns all of its GPUs: jax drives several GPUs from one process, so a pod needs
 no launcher inside, gets SIGTERM itself, and ends with the run's own exit code, which the failure policies read.
 `runtime/world.py` identifies the process by JOB_COMPLETION_INDEX, which Kubernetes sets, and by the variables set here;
-the cluster's API is not used. Read next: `yaml.py`, `../runtime/exits.py` for the codes.
+the cluster's API is not used. Read next: `yaml.py`, `../faults.py` for the codes.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import codes
+from openpi_train import faults
+from openpi_train.faults import Restart
 from openpi_train.launch.ahead_of_start import require_start
 from openpi_train.launch.options import Launch, option
 from openpi_train.launch.spec import (
@@ -31,8 +32,8 @@ Json = dict[str, Any]
 
 _CONTAINER = "train"
 _REPLICATED_JOB = "hosts"
-_GIVE_UP = [codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.NUMBERS, codes.INDIVISIBLE]  # the same would happen again
-_GO_ON = [codes.PEER_LOST, codes.HARDWARE, codes.PREEMPTED]
+_GIVE_UP = faults.codes_with(Restart.NEVER, Restart.FEWER_HOSTS)  # the same would happen again
+_GO_ON = faults.codes_with(Restart.SAME_HOSTS, Restart.OTHER_HOSTS)
 # Distinguishes jobs, and in a JobSet also attempts: every Job has its own uid.
 _UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
@@ -136,7 +137,8 @@ def manifest(spec: Kubernetes) -> list[Json]:
 
 
 def _job(spec: Kubernetes) -> Json:
-    """Pods that fail are replaced one by one. 70, 71, 75 and evictions do not count towards --max-restarts."""
+    """Pods that fail are replaced one by one. What a restart mends, and evictions, do not count towards --max-restarts:
+    the run itself counts the starts that saved nothing new (`../runtime/world.py`)."""
     ignored = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _exit_codes(_GO_ON)},
