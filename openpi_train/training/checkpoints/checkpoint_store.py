@@ -172,7 +172,7 @@ class Checkpoints:
         return time.monotonic() - started if source else None
 
     def restore(
-        self, abstract: TrainState, *, step: int | None = None, cast: bool = False
+        self, abstract: TrainState, *, step: int | None = None, cast: bool = False, later: str = "replaced"
     ) -> tuple[TrainState, dict[str, Any]] | None:
         """Restore the newest checkpoint that is complete on every process, with its `meta`; None if there is none.
 
@@ -183,6 +183,7 @@ class Checkpoints:
             abstract: shapes with dtypes and shardings (or arrays) of the result, independent of the
                 devices and processes that wrote the checkpoint.
             step: restore this one of the run directory, and set aside those after it; None: the newest.
+            later: what those set aside are called: `<step>.<later>-<time>`.
             cast: allow a dtype that differs from the saved one.
 
         Raises:
@@ -217,7 +218,7 @@ class Checkpoints:
             self._local.settle(local.step if local else None)
         if self._is_writer:
             if is_given:
-                self._dirs.leave_after(step)
+                self._dirs.leave_after(step, later)
             self._dirs.link_latest()
         logger.info("restored checkpoint %d from %s in %.1f s", step, directory, time.monotonic() - started)
         return state_from_items(items, abstract, self._public_name), meta
