@@ -42,10 +42,11 @@ from openpi_train.runtime.exits import (
     CheckpointError,
     HardwareError,
     PeerLostError,
+    StorageError,
     exit_code_of,
     reported_as,
 )
-from openpi_train.runtime.passing_errors import patiently
+from openpi_train.runtime.passing_errors import is_storage_fault, patiently
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
@@ -130,7 +131,8 @@ class Checkpoints:
             extra: further JSON values, such as the wandb run id.
 
         Raises:
-            CheckpointError: the former save failed, or the disk has no space. Older checkpoints are intact.
+            CheckpointError: the former save failed (StorageError: because of the file system), or, on every process,
+                the disk has no space. Older checkpoints are intact.
         """
         started = time.monotonic()
         step = int(state.step)
@@ -208,11 +210,10 @@ class Checkpoints:
             self.copy_is_missing = step not in complete
         else:
             return None
-        items = (
-            place(local.pieces, wanted)
-            if local
-            else {item: _read_item(directory / item, leaves) for item, leaves in wanted.items()}
-        )
+        if local:
+            items = place(local.pieces, wanted)
+        else:
+            items = patiently(functools.partial(_read_items, directory, wanted), f"reading {directory}")
         self._saved_step = None if self.copy_is_missing else step
         if self._local:
             self._local.settle(local.step if local else None)
@@ -246,6 +247,15 @@ class Checkpoints:
     def step_dir(self, step: int) -> pathlib.Path:
         """The directory of the checkpoint of `step`."""
         return self._dirs.path(step)
+
+    def finish_former(self) -> bool:
+        """Wait until the last save is complete, and return whether there was one to wait for.
+
+        Raises CheckpointError or StorageError if it failed, on the process where it did.
+        """
+        was_pending = self._pending is not None
+        self._finish_pending()
+        return was_pending
 
     def wait(self) -> None:
         """Wait until the last save is complete on all processes. Raises CheckpointError if it failed."""
@@ -317,7 +327,8 @@ class Checkpoints:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
         # Of a lost process the watchdog knows the reason; a failed device is no fault of the checkpoint either.
         kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError}
-        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), CheckpointError)
+        otherwise = StorageError if cause is not None and is_storage_fault(cause) else CheckpointError
+        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), otherwise)
         raise kind(problem) from cause
 
     def _write(
@@ -388,10 +399,13 @@ class Checkpoints:
         return chosen
 
 
-def _read_item(directory: pathlib.Path, wanted: Leaves) -> Leaves:
-    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
-    found = open_item(Place.of(directory))
-    return {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in wanted.items()}
+def _read_items(directory: pathlib.Path, wanted: Mapping[str, Leaves]) -> dict[str, Leaves]:
+    """The items' arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
+    items = {}
+    for item, leaves in wanted.items():
+        found = open_item(Place.of(directory / item))
+        items[item] = {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in leaves.items()}
+    return items
 
 
 def _megabytes(size: int) -> str:
