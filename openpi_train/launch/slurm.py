@@ -18,7 +18,14 @@ from openpi_train import faults
 from openpi_train.faults import Restart
 from openpi_train.launch.ahead_of_start import RANK_VARIABLES, require_start
 from openpi_train.launch.options import Launch, at_least, option
-from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices, without_going_back
+from openpi_train.launch.spec import (
+    LaunchError,
+    check_arguments,
+    check_variable,
+    cpu_devices,
+    this_python,
+    without_going_back,
+)
 
 _MOST_SIGNAL_S = 65535  # Slurm's own
 _CONTAINER_RUNTIMES = ("pyxis", "apptainer")
@@ -170,6 +177,8 @@ class Slurm(Launch):
             raise LaunchError(f"--venv {self.venv} is not a virtual environment: {activate} does not exist")
         if self.gpus is not None:
             sys.stderr.write(f"launch: --gpus {self.gpus} in all: {self.gpus_per_node} on each of {self.nodes} nodes\n")
+        if not self.no_check and not (self.venv or self.container or self.program):
+            this_python()
         text = script(dataclasses.replace(self, arguments=resumed(self.arguments), cpus_per_task=self._cores_there()))
         if self.dry_run:
             print(text, end="")

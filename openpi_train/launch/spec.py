@@ -8,6 +8,8 @@ import re
 import shlex
 import sys
 
+from openpi_train.launch import own_python
+
 DEFAULT_PORT = 29500
 # Variables that identify a process: set by launchers, never by --env.
 _PLACE_VARIABLES = (
@@ -35,7 +37,7 @@ class LaunchSpec:
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
     """Token that keeps processes of other jobs out."""
-    program: tuple[str, ...] = (sys.executable, "-m", "openpi_train")
+    program: tuple[str, ...] = dataclasses.field(default_factory=lambda: (this_python(), "-m", "openpi_train"))
 
     def __post_init__(self):
         if self.processes_per_host < 1 or not self.hosts:
@@ -44,6 +46,13 @@ class LaunchSpec:
         if self.devices_per_process is not None and self.devices_per_process < 1:
             raise LaunchError(f"{self.devices_per_process} devices per process: there must be at least one")
         check_arguments(self.arguments)
+
+
+def this_python() -> str:
+    """The Python that runs this, for the processes. Raises LaunchError where it lacks the packages."""
+    if problem := own_python.lacking():
+        raise LaunchError("\n".join(problem))
+    return sys.executable
 
 
 def check_arguments(arguments: tuple[str, ...]) -> None:
