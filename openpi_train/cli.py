@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
-        if ahead_of_start.devices() is not None and verb not in _TRAINING:
+        if ahead_of_start.devices() is not None and verb not in _CHECKED_AHEAD:
             return 0  # nothing is known of it ahead
         return _reported(lambda: VERBS[verb](rest), argv)
     if any(word.partition("=")[0] in _HYDRAS_OPTION for word in argv):
@@ -490,7 +490,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-_TRAINING = ("resume", "posttrain", "ript", "vla")
+_CHECKED_AHEAD = ("resume", "posttrain", "ript", "vla", "eval")
 # `launch`: the processes of a run may be on other machines.
 _WITHOUT_JAX = ("list", "launch", "runs")
 

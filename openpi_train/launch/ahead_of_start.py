@@ -69,7 +69,7 @@ def require_start(
         return
     said = done.stderr.strip().splitlines()
     if done.returncode in (_REFUSED if has_files else (faults.USAGE, faults.INDIVISIBLE)):
-        found = next((number for number, line in enumerate(said) if re.match("error:|╭", line)), 0)
+        found = next((number for number, line in enumerate(said) if re.match(r"\d\d:\d\d:\d\d E |error:|╭", line)), 0)
         raise LaunchError(
             "\n".join(
                 [

@@ -19,6 +19,7 @@ from openpi_train.faults import Restart
 from openpi_train.launch.ahead_of_start import RANK_VARIABLES, require_start
 from openpi_train.launch.options import Launch, at_least, option
 from openpi_train.launch.spec import (
+    VERBS_WITHOUT_RUN,
     LaunchError,
     check_arguments,
     check_variable,
@@ -206,7 +207,9 @@ class Slurm(Launch):
 
 def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The same arguments with --resume: a requeued job continues its own run; without one, --resume starts a new
-    run."""
+    run. A verb that makes no run does not take it."""
+    if arguments and arguments[0] in VERBS_WITHOUT_RUN:
+        return arguments
     if bad := [word for word in arguments if word in ("--overwrite", "--no-resume")]:
         raise LaunchError(
             f"{bad[0]} cannot be used with Slurm: a requeued job runs the same command and would move its own run "

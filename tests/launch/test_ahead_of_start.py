@@ -97,6 +97,12 @@ def test_other_verbs_are_not_begun():
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_an_evaluation_of_no_checkpoint_is_refused(tmp_path):
+    done = asked("eval", str(tmp_path / "nowhere"))
+    assert (done.returncode, done.stdout) == (4, "") and "there is no such directory" in done.stderr
+    assert asked("eval", str(tmp_path), "--no-such-flag", "1").returncode == 2
+
+
 @pytest.mark.parametrize(
     "program", ["slurm --nodes 1 --gpus-per-node 1", "kubernetes --name a --image b --nodes 1 --gpus-per-node 1"]
 )
