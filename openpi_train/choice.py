@@ -21,7 +21,7 @@ from openpi_train.data.lerobot import LeRobot
 from openpi_train.data.lerobot.described import described
 from openpi_train.data.source import SourceConfig
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.text.text_files import find_files
+from openpi_train.data.text.text_files import ENDINGS, find_files
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
@@ -73,17 +73,20 @@ class ByActionDim:
 
 
 def source_of(path: str) -> SourceConfig:
-    """The dataset at `path`; its format is detected. Raises DataError if there is none, UsageError for texts."""
+    """A robot dataset at `path`; its format is detected. Raises DataError if there is none, UsageError for texts."""
     try:
         with reported_as(DataError):
             return source_at(path)
-    except DataError:
+    except DataError as error:
         with contextlib.suppress(FileNotFoundError):
             find_files(path)
             raise UsageError(
                 f"{path} holds texts: a language model's experiment takes them with --data.mixture {path}"
             ) from None
-        raise
+        raise DataError(
+            f"{str(error).removesuffix('.')}. A language model's experiment takes texts, with --data.mixture in "
+            f"place of --dataset: a file or a folder of {', '.join(ENDINGS)}, or hub:USER/NAME"
+        ) from error
 
 
 def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:

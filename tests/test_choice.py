@@ -200,5 +200,6 @@ def test_texts_in_place_of_demonstrations_are_told_with_the_flag_that_takes_them
         with pytest.raises(UsageError, match=f"{path} holds texts: .* --data.mixture {path}"):
             source_of(str(path))
     for path in (tmp_path / "notes", tmp_path / "nowhere"):
-        with pytest.raises(DataError):
+        texts = r"language model's experiment takes texts, with --data.mixture in place .*\.jsonl, .*\.parquet"
+        with pytest.raises(DataError, match=f"RLDS dataset.*{texts}.* or hub:USER/NAME"):
             source_of(str(path))

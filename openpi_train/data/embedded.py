@@ -84,7 +84,7 @@ class PreparedDataset:
 def write_missing(path: str | Path) -> None:
     """Write the embedded dataset that a path belongs to, if it is one and does not exist."""
     if name := missing(path):
-        logger.info("%s does not exist yet: writing this embedded dataset", places.datasets() / name)
+        logger.info("%s does not exist yet: this embedded dataset is made", places.datasets() / name)
         prepare(name=name)
 
 
@@ -143,6 +143,10 @@ def _write(draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]
     """Write the dataset and its tokenizer; returns the number of episodes and of steps by split."""
     counts, seed = arguments["episodes"], arguments["seed"]
     num_steps = dict.fromkeys(counts, 0)
+    number = sum(counts.values()) * len(env.tasks)
+    logger.info(
+        "%d episodes of %d tasks, on the CPU; before the first the simulation is compiled", number, len(env.tasks)
+    )
 
     def counted(split: str) -> Iterator[dict[str, Any]]:
         for episode in _episodes(env, split, counts[split], seed):

@@ -60,6 +60,7 @@ def _write_at(
 ) -> dict[str, Any]:
     """Write the files in `draft` and move it to `root` atomically; returns its manifest."""
     started = time.monotonic()
+    logger.info("writing %s ...", root)
     shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     draft.mkdir(parents=True)
     told = write(draft)

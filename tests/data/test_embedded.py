@@ -210,6 +210,19 @@ def test_a_dataset_of_some_tasks_lies_beside_the_others(tmp_path, cheap):
         prepare(tmp_path, tasks=["reach_pink"])
 
 
+def test_a_long_write_is_told_before_the_simulation_is_compiled(tmp_path, monkeypatch, caplog):
+    def compile_for_long(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(tool, "demonstrate", compile_for_long)
+    with caplog.at_level(logging.INFO), pytest.raises(InterruptedError):
+        prepare(tmp_path, **FEW)
+    told = [record.getMessage() for record in caplog.records]
+    assert (
+        told[0] == f"writing {tmp_path / 'tabletop'} ..." and "before the first the simulation is compiled" in told[1]
+    )
+
+
 def test_useless_numbers_are_refused(tmp_path):
     with pytest.raises(UsageError, match="val_episodes_per_task 0 must be positive"):
         prepare(tmp_path, val_episodes_per_task=0)

@@ -93,9 +93,11 @@ def measured(
     key = _key(source, numbers, robot)
     progress = Progress(f"check of {name}", source.num_steps, "steps")
     parts: list[Measures] = []
-    for first, end in blocks(source.episode_ends):
-        path = None if kept is None else kept / "parts" / f"{first}-{end}-{key}.npz"
-        if path is not None and files.is_whole_npz(path):
+    all_blocks = list(blocks(source.episode_ends))
+    paths = [None if kept is None else kept / "parts" / f"{first}-{end}-{key}.npz" for first, end in all_blocks]
+    finished = finished_parts(paths, name)
+    for (first, end), path in zip(all_blocks, paths, strict=True):
+        if path in finished:
             with np.load(path) as part:
                 parts.append(dict(part))
         else:
@@ -107,6 +109,14 @@ def measured(
         progress.add(len(source.steps_of(end - 1)) + source.steps_of(end - 1).start - source.steps_of(first).start)
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
     return EpisodeTable(digests, joined, tuple(dim for dim, _ in grippers))
+
+
+def finished_parts(paths: Sequence[Path | None], name: str) -> set[Path]:
+    """The files of an interrupted pass that are whole, which is told of `name`."""
+    finished = {path for path in paths if path is not None and files.is_whole_npz(path)}
+    if finished:
+        logger.info("check of %s: %d of %d parts are those of an earlier one", name, len(finished), len(paths))
+    return finished
 
 
 def blocks(episode_ends: np.ndarray, most: int = _BLOCK_STEPS) -> Iterator[tuple[int, int]]:

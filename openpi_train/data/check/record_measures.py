@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files
+from openpi_train.data.check.episode_table import finished_parts
 from openpi_train.data.check.record_flags import SPECIAL, SpecialTokens, asked_in, flags_of, flat, said
 from openpi_train.data.check.scripts import main_script
 from openpi_train.data.findings import Finding
@@ -122,16 +123,14 @@ def measured(
     """The measures of all records of some files; those that an earlier pass has kept are not made again."""
     progress = Progress(f"check of {name}", sum(file.path.stat().st_size for file in text_files) / 1e6, "MB")
     parts, told = [], []
-    for file in text_files:
-        stat = file.path.stat()
-        read = (dict(columns), special.own)
-        key = json.dumps([_VERSION, str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, *read])
-        path = None if kept is None else kept / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
-        if path is not None and files.is_whole_npz(path):
+    paths = [None if kept is None else kept / f"{_key(file, columns, special)}.npz" for file in text_files]
+    finished = finished_parts(paths, name)
+    for file, path in zip(text_files, paths, strict=True):
+        if path in finished:
             with np.load(path) as part:
                 parts.append({key: part[key] for key in _ARRAYS})
                 told.append(json.loads(str(part["told"])))
-            progress.add(stat.st_size / 1e6)
+            progress.add(file.path.stat().st_size / 1e6)
             continue
         arrays, seen = _of_file(file, columns, special, progress)
         if path is not None:
@@ -218,6 +217,14 @@ def _digest(*texts: str) -> int:
     """Of texts, without case and white space between words."""
     plain = "\0".join(" ".join(text.casefold().split()) for text in texts)
     return int.from_bytes(hashlib.sha256(plain.encode(errors="replace")).digest()[:8])
+
+
+def _key(file: TextFile, columns: Mapping[str, str], special: SpecialTokens) -> str:
+    """What the measures of a file depend on, as a name."""
+    stat = file.path.stat()
+    read = (dict(columns), special.own)
+    key = json.dumps([_VERSION, str(file.path.resolve()), stat.st_size, stat.st_mtime_ns, *read])
+    return hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
 def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], names: Sequence[str]) -> RecordMeasures:

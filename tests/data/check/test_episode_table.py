@@ -1,5 +1,7 @@
 """The pass over columns: blocks, what an interrupted pass keeps, and measures against plain loops."""
 
+import logging
+
 import numpy as np
 import pytest
 from made_episodes import ACTION, STATE, InMemory, sound
@@ -33,7 +35,8 @@ def test_measures_are_those_of_plain_loops(small_blocks):
     assert table[f"at_high/{STATE}"][4, 0] == 4 and table["flag/next/success"].tolist() == [1] * 6
 
 
-def test_an_interrupted_pass_goes_on_and_finds_the_same(small_blocks, tmp_path, monkeypatch):
+def test_an_interrupted_pass_goes_on_and_finds_the_same(small_blocks, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     source = InMemory(sound())
     source.columns[STATE][200:203] = np.nan
     whole = examine(ExaminedData(name="made", source=source))
@@ -50,6 +53,7 @@ def test_an_interrupted_pass_goes_on_and_finds_the_same(small_blocks, tmp_path, 
         examine(ExaminedData(name="made", source=source, kept=tmp_path))
     assert len(list(tmp_path.glob("parts/*.npz"))) == 2
     assert examine(ExaminedData(name="made", source=source, kept=tmp_path)) == whole
+    assert f"check of made: 2 of {len(set(made))} parts are those of an earlier one" in caplog.text
     assert made.count(0) == 1 and len(made) == len(set(made)) + 1  # the third block alone was begun twice
     # Parts of other data are not taken for these.
     source.fingerprint = "others"

@@ -1,6 +1,7 @@
 """Kinds of faults of texts: each is found alone, with its line, in JSON lines and parquet; none in sound texts."""
 
 import json
+import logging
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -311,7 +312,8 @@ def test_the_script_of_a_text_is_that_of_most_letters(text, script):
     assert main_script(text) == script
 
 
-def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch):
+def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in "abc":
@@ -328,6 +330,7 @@ def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         found(folder, kept=kept)
     findings = found(folder, kept=kept)
+    assert "2 of 3 parts are those of an earlier one" in caplog.text
     assert read == ["a.jsonl", "b.jsonl", "c.jsonl", "c.jsonl"]
     # Every text of the second and third file is one of the first.
     assert findings["copies of texts"].count == 40 and findings["copies of texts"].where == "b.jsonl:1"
