@@ -11,6 +11,7 @@ from pathlib import Path
 
 from openpi_train import faults
 from openpi_train.launch import forms, guide_files
+from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import LaunchError
 from openpi_train.launch.this_host import this_host
 
@@ -66,8 +67,7 @@ def _words(given: argparse.Namespace, has_gpus: bool) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = LaunchParser(
         prog=_PROGRAM,
         description="Let a robot policy learn from its own episodes by a YAML config, on several GPUs or hosts.",
         epilog="What follows -- are flags of the experiment, which take precedence over the config.",

@@ -12,7 +12,7 @@ from openpi_train import faults
 from openpi_train.launch.kubernetes import Kubernetes
 from openpi_train.launch.local import Local
 from openpi_train.launch.manual import Manual
-from openpi_train.launch.options import Launch, add_options, read_options
+from openpi_train.launch.options import Launch, LaunchParser, add_options, read_options
 from openpi_train.launch.slurm import Slurm
 from openpi_train.launch.spec import LaunchError
 from openpi_train.launch.ssh import Ssh
@@ -55,12 +55,11 @@ def _near(word: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if name.startswith(word)] or difflib.get_close_matches(word, names, n=1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="openpi-train launch",
+def _parser() -> LaunchParser:
+    parser = LaunchParser(
+        prog="python -m openpi_train launch",
         description="Start the processes of a run. Every process runs the command after --.",
-        epilog="example: openpi-train launch local --processes 4 -- pi0_bridge_traj_tiny --exp-name x",
+        epilog="example: python -m openpi_train launch local --processes 4 -- pi0_bridge_traj_tiny --exp-name x",
     )
     names = {form.__name__.lower(): form for form in FORMS}
     forms = parser.add_subparsers(required=True, metavar="|".join(names))

@@ -13,9 +13,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from openpi_train import faults
 
 Options = TypeVar("Options")
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """Takes no abbreviations, and tells an error in a line or two instead of below all options."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(faults.USAGE, f"{self.prog}: {message}\n`{self.prog} --help` explains the options\n")
 
 
 def option(help: str | None = None, default: Any = dataclasses.MISSING, **settings: Any) -> Any:

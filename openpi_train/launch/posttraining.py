@@ -6,9 +6,11 @@ Read next: `this_host.py`.
 import argparse
 import shlex
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from openpi_train import faults
 from openpi_train.launch import forms, guide_files
+from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import DEFAULT_PORT
 from openpi_train.launch.this_host import this_host
 
@@ -18,14 +20,12 @@ PAGE = "docs/launching.md"
 _OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun", "--use-torchrun")
 
 
-class DoorParser(argparse.ArgumentParser):
-    """Names the page with the launch lines of other tools where an option is none of ours; takes no abbreviations."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(allow_abbrev=False, **settings)
+class DoorParser(LaunchParser):
+    """Names the page with the launch lines of other tools where an option is none of ours."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(f"{message}\nthe launch lines of other tools, and what they are here: {PAGE}")
+        told = f"{self.prog}: {message}\nthe launch lines of other tools, and what they are here: {PAGE}\n"
+        self.exit(faults.USAGE, told)
 
 
 def is_meant(options: Sequence[str]) -> bool:

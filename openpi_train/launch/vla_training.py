@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from openpi_train import faults
 from openpi_train.launch import forms, guide_files
+from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
 from openpi_train.launch.this_host import this_host
 
@@ -41,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = LaunchParser(
         prog=_PROGRAM,
         description="Train a PaliGemma policy by a YAML config, on the GPUs of this host.",
         epilog="Other options, such as --batch_size, --epochs and --keep_effective_batch_size, go to "

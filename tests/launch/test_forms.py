@@ -308,3 +308,21 @@ def test_no_parser_takes_abbreviations():
                 if not isinstance(value := settings.get("allow_abbrev"), ast.Constant) or value.value is not False:
                     found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("ssh --processes-per-node 2", "one of the arguments --hosts --hosts-file is required"),
+        ("ssh --hosts a", "one of the arguments --gpus-per-node --processes-per-node is required"),
+        ("slurm --nodes two --gpus-per-node 4", "argument --nodes/--num-nodes: invalid int value: 'two'"),
+        ("manual --node-rank 1 --gpus-per-node 4", "the following arguments are required: --num-nodes, --master-addr"),
+        ("local --processes", "argument --processes: expected one argument"),
+    ],
+)
+def test_a_forgotten_option_is_told_in_two_lines(line, what, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        forms.main([*line.split(), "--", "debug"])
+    first, second = capsys.readouterr().err.splitlines()
+    how = f"python -m openpi_train launch {line.split()[0]}"
+    assert first == f"{how}: {what}" and second == f"`{how} --help` explains the options"
