@@ -37,9 +37,10 @@ _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The first line of an error that is meant for the user; the lines behind it belong to it.
 _ERROR = re.compile(rb"error: |\d\d:\d\d:\d\d E (?!ended by an unexpected error)")
-_TIME = re.compile(rb"^\d\d:\d\d:\d\d ")
+# What differs between the lines of processes that say the same (`runtime/logs.py`).
+_OWN = re.compile(rb"^\d\d:\d\d:\d\d (\w) (?:process \d+: )?")
 _showing = threading.Lock()
-# The lines that were shown last, without their time, each with its process.
+# The lines that were shown last, without time and process, each with its prefix.
 _shown: deque[tuple[str, bytes]] = deque(maxlen=200)
 
 
@@ -127,7 +128,7 @@ def show_line(prefix: str, line: bytes, *, unless_shared: bool = False) -> bool:
 
     Returns False, having printed nothing, if it is `unless_shared` and another process has just had the same.
     """
-    (text,) = _untimed([line])
+    (text,) = _texts([line])
     with _showing:
         if unless_shared and any(other != prefix and text == shown for other, shown in _shown):
             return False
@@ -142,15 +143,15 @@ def _last_error(lines: Sequence[bytes]) -> list[bytes]:
     return list(lines[first:])
 
 
-def _untimed(lines: Sequence[bytes]) -> list[bytes]:
-    return [_TIME.sub(b"", line).strip() for line in lines]
+def _texts(lines: Sequence[bytes]) -> list[bytes]:
+    return [_OWN.sub(rb"\1 ", line).strip() for line in lines]
 
 
 def _is_on_screen(lines: Sequence[bytes]) -> bool:
     """Whether these lines were just shown where messages of this launcher go, too, and not in another file."""
     with suppress(OSError, ValueError):
         shown = {text for _, text in _shown}
-        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()) and shown >= set(_untimed(lines))
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()) and shown >= set(_texts(lines))
     return False
 
 
@@ -273,9 +274,10 @@ def _report(records: Sequence[ProcessRecord], status: Status) -> tuple[int, str]
     first = failed[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
-    error = _last_error(culprit.errors)
-    alike = [one for one in soon if one.code == culprit.code and _untimed(_last_error(one.errors)) == _untimed(error)]
+    texts = _texts(_last_error(culprit.errors))
+    alike = [one for one in soon if one.code == culprit.code and _texts(_last_error(one.errors)) == texts]
     culprit = min(alike, key=lambda one: one.rank)
+    error = _last_error(culprit.errors)
     assert culprit.code is not None
     if culprit.code == faults.PREEMPTED:
         tell(_stopped(status))

@@ -176,10 +176,12 @@ def test_a_stop_before_anything_was_saved_is_told_as_that(tmp_path, opened, how)
 
 
 SHARED = """
+    who = f"process {rank}: " if rank else ""
     if rank:
         while "8 GiB" not in open(os.path.join(FOLDER, "process_0.txt")).read():
             time.sleep(0.01)
-    sys.stderr.write(f"12:00:0{rank} I host {rank}\\n12:00:0{rank} E it does not fit\\nWhat to do:\\n  buy 8 GiB\\n")
+    sys.stderr.write(f"12:00:0{rank} I host {rank}\\n12:00:0{rank} E {who}it does not fit\\n")
+    sys.stderr.write("What to do:\\n  buy 8 GiB\\n")
     sys.exit(2)
 """
 
