@@ -5,12 +5,15 @@ Kept small, because data workers are spawned processes that import this module a
 
 import sys
 
+# A launcher starts other processes, which may have a Python of their own.
+_WITHOUT_PACKAGES = ([], ["-h"], ["--help"], ["launch"])
+
 
 def main() -> None:
     """Run the command line and exit with its code; by the Python of `.venv` where this one lacks packages."""
     from openpi_train.launch import own_python
 
-    own_python.begin(["-m", "openpi_train", *sys.argv[1:]], launches=sys.argv[1:2] == ["launch"])
+    own_python.begin(["-m", "openpi_train", *sys.argv[1:]], needs=sys.argv[1:2] not in _WITHOUT_PACKAGES)
     from openpi_train.runtime import garbage
 
     garbage.look_rarely()

@@ -116,6 +116,7 @@ def test_a_job_for_slurm_is_written_with_the_python_of_the_checkout(checkout, tm
 
 def test_a_launcher_whose_processes_have_a_python_of_their_own_needs_none_here(tmp_path):
     (tmp_path / "openpi_train").symlink_to(ROOT / "openpi_train")
+    assert "usage: python -m openpi_train" in started(tmp_path, f"{LAUNCHED} --help", tmp_path).stdout
     for options in (
         "slurm --dry-run --gpus-per-node 1 --container image",
         "ssh --dry-run --hosts a --python /b/python ",

@@ -22,11 +22,11 @@ def has_packages() -> bool:
     return sys.version_info >= _OLDEST and not _missing()
 
 
-def begin(command: Sequence[str], *, launches: bool = False) -> None:
+def begin(command: Sequence[str], *, needs: bool = True) -> None:
     """Return where this Python has the packages; else `.venv`'s goes on with `command`, its arguments.
 
-    Exits with code 2 where neither has them; with `launches` it returns all the same: a launcher needs none, and says
-    itself whether its processes do (`lacking`).
+    Exits with code 2 where neither has them, or returns if it `needs` none: a launcher says itself whether its
+    processes do (`lacking`).
     """
     if has_packages():
         return
@@ -34,7 +34,7 @@ def begin(command: Sequence[str], *, launches: bool = False) -> None:
     if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(_ENVIRONMENT):
         find_here()
         os.execv(python, [python, *command])
-    if not launches or sys.version_info < _OLDEST:
+    if needs or sys.version_info < _OLDEST:
         sys.stderr.write("error: {}\n".format("\n".join(lacking())))
         sys.exit(2)
 
