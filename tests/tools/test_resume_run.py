@@ -10,7 +10,7 @@ from openpi_train_configs.debug import debug
 from posttraining_project import write_project
 from vla_project import write_vla_project
 
-from openpi_train import cli, registry
+from openpi_train import cli, registry, train_verbs
 from openpi_train.fields import as_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.requests import ResumeRequest
@@ -47,7 +47,7 @@ def asked(monkeypatch):
     """The experiment that a command line would train, without starting it."""
     monkeypatch.chdir(Path.cwd())  # a run goes on in another folder: back here at the end
     found = []
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: found.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: found.append(experiment) or 0)
 
     def ask(*words):
         assert cli.run([*map(str, words)]) == 0

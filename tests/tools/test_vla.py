@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from vla_project import CONFIG, write_episodes, write_vla_project
 
-from openpi_train import cli
+from openpi_train import cli, train_verbs
 from openpi_train.data.parquet import Parquet
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
@@ -23,7 +23,7 @@ def started(tmp_path, monkeypatch):
     monkeypatch.chdir(write_vla_project(tmp_path))
     monkeypatch.delenv("WANDB_ENTITY", raising=False)
     runs = []
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: runs.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: runs.append(experiment) or 0)
     return runs
 
 
