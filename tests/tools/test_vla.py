@@ -121,3 +121,20 @@ def test_a_config_for_another_robot_is_refused(started, old, new, message, capsy
 def test_what_cannot_be_is_an_error(started, words, message, capsys):
     assert cli.run(["vla", *words]) == USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("  seed: 123", "  seed: many", 'training.seed is "many"; it must be a number'),
+        ("  epochs: 10", "  epochs: 0", "training.epochs is 0; it must be a whole number of at least 1"),
+        ("  epochs: 10", "  epoch: 10", "unknown key training.epoch; did you mean training.epochs?"),
+        ("  epochs: 10", "  epochs: 20", "lr_scheduler.T_max is 10 and training.epochs is 20"),
+        ("  batch_size: 8", "  batch_size: many", 'data.batch_size is "many"'),
+        ("dataset/training/", "dataset/none/", "data.train_parquet_files: "),
+        ("dataset/validation/", "dataset/none/", "data.val_parquet_files: "),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_key_where_it_stands(started, capsys, old, new, told):
+    assert cli.run(["vla", "--config", config_with(old, new)]) != 0
+    assert f"error: {told}" in capsys.readouterr().err
