@@ -144,8 +144,11 @@ def read_yaml(path: str | Path) -> Mapping[str, Any]:
         config = _without_nulls(yaml.load(text, _StrictLoader))
     except OSError as error:
         raise UsageError(f"the config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no YAML config: {error}") from error
+        hint = "; YAML is indented by spaces, not tabs" if "'\\t'" in str(error) else ""
+        raise UsageError(f"{path} is no YAML config: {error}{hint}") from error
     if not isinstance(config, dict) or not config:
         raise UsageError(f"{path} is no YAML config: it must hold keys with values, such as `training:`")
     return config

@@ -279,6 +279,9 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
     """Whether the run exists, and what differs from it; writes nothing."""
     _check_flags(given)
     path = given.run_dir
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is a file, and the run's folder would be {path}: give another --checkpoint-base-dir")
     is_run = (path / "experiment.json").is_file()
     # Log files may be opened before the run is, and a start that ended early leaves its lock.
     empty = {"logs", run_lock.NAME}

@@ -165,6 +165,15 @@ def test_what_is_no_run_is_told(words, tmp_path):
         experiment_of(ResumeRequest(run=tmp_path / "x"))
 
 
+@pytest.mark.parametrize("content", ["{}", "[1, 2]", "3"])
+def test_a_record_that_is_none_is_told(words, tmp_path, capsys, content):
+    run = recorded(tmp_path, dataclasses.replace(debug, name="debug", exp_name="x"))
+    (run / "experiment.json").write_text(content)
+    for line in (["resume", str(run)], ["debug", *words, "--resume"]):
+        assert cli.run(line) != 0
+        assert "is no record of an experiment" in capsys.readouterr().err
+
+
 def test_fields_that_are_gone_are_told_and_left_out(asked, words, tmp_path, caplog):
     begun = asked("debug", *words, *FLAGS)
     run = recorded(tmp_path, begun)

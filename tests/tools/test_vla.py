@@ -138,3 +138,18 @@ def test_what_cannot_be_is_an_error(started, words, message, capsys):
 def test_a_wrong_value_is_told_with_the_key_where_it_stands(started, capsys, old, new, told):
     assert cli.run(["vla", "--config", config_with(old, new)]) != 0
     assert f"error: {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"seed: \xff\xfe\n", "changed.yaml is not UTF-8 (invalid start byte at byte 6): save it as UTF-8"),
+        (b"training:\n\tseed: 1\n", "YAML is indented by spaces, not tabs"),
+        (b"", "changed.yaml is no YAML config: it must hold keys with values"),
+        (b'{\n  // seed\n  "seed": 1}\n', "changed.yaml is no YAML config"),
+    ],
+)
+def test_a_file_that_is_no_config_is_told_with_what_to_mend(started, capsys, content, told):
+    Path("changed.yaml").write_bytes(content)
+    assert cli.run(["vla", "--config", "changed.yaml"]) == USAGE
+    assert told in capsys.readouterr().err

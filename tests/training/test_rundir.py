@@ -189,8 +189,9 @@ def test_changed_fields_are_dotted_paths_also_for_fields_that_one_side_lacks():
 
 def test_base_directory_that_cannot_be_made_is_a_usage_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="Not a directory"):
-        start(tmp_path / "file")
+    for begin in (start, lambda base: check_run(given(base))):  # also before anything is planned, as with --dry-run
+        with pytest.raises(UsageError, match=rf"{tmp_path}/file is a file, and the run's folder would be"):
+            begin(tmp_path / "file")
 
 
 def two_processes(base, **flags):
