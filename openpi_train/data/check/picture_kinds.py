@@ -48,7 +48,7 @@ def unreadable(data: ExaminedData) -> Iterator[Finding]:
                 where=bad[0].problem,
                 what=camera,
                 training="a run ends at the first one, or puts another row in its place (--data.on-bad-record skip)",
-                remedy="Fetch the files again, or leave these episodes out",
+                remedy="Put whole copies of the files in their place, or leave these episodes out",
             )
 
 
