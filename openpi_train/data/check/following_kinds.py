@@ -12,6 +12,8 @@ from openpi_train.data.findings import Finding
 
 # A gripper follows its action, or goes against it, if their levels correlate so much, and so much more than otherwise.
 _FOLLOWS, _MORE = 0.7, 0.3
+# Levels of two things that have nothing to do with each other do so by chance: it is clear in this share of episodes.
+_CLEAR = 0.5
 # Its motion counts if its range is at least this share of the usual one; another scale is so many times larger.
 _MOTION, _SCALE = 0.1, 20.0
 # An arm's dim follows its action from this correlation on; a lag is another one from so many control steps on, and
@@ -41,12 +43,13 @@ def gripper_inverted(data: ExaminedData) -> Iterator[Finding]:
         moves = (ranges[:, number] >= _MOTION * np.median(moving, axis=0)).all(axis=1)
         along, against = (which & moves & (lengths >= FEWEST_EPISODE_STEPS) for which in (along, against))
         few, most = sorted((along, against), key=np.count_nonzero)
-        if not few.any() or few.sum() + most.sum() < _FEWEST_EPISODES:
+        told = few.sum() + most.sum()
+        if not few.any() or told < max(_FEWEST_EPISODES, _CLEAR * moves.sum()):
             continue
         yield Finding(
             kind="gripper inverted in some episodes",
             count=int(few.sum()),
-            total=int(few.sum() + most.sum()),
+            total=int(told),
             unit="episodes that move it",
             where=data.source.describe(data.first_step(int(np.flatnonzero(few)[0]))),
             what=f"{state} goes {'against' if few is against else 'with'} {action}, and in the others "
