@@ -146,6 +146,10 @@ def inverted(data: ExaminedData) -> Iterator[Finding]:
         flipped = np.where(usual == 1, against, along) & (usual != 0)
         # A hand that is turned over has two axes flipped; an odd number is a mirror, which no turn makes.
         flipped &= (flipped.sum(axis=1) % 2 == 1)[:, None] | (form == "position")
+        # The others follow as ever; where they do not, the arm is held by what it touches.
+        as_usual = np.where(usual == 1, along, against) & (usual != 0)
+        needed = np.maximum(min(2, (usual != 0).sum() - 1), 0.5 * ((usual != 0).sum() - flipped.sum(axis=1)))
+        flipped &= (as_usual.sum(axis=1) >= needed)[:, None]
         everywhere = (usual == -1) & _mirrored(data, state, action, form, usual)
         for dim in np.flatnonzero(flipped.any(axis=0) | everywhere).tolist():
             some = np.flatnonzero(against[:, dim] if everywhere[dim] else flipped[:, dim])

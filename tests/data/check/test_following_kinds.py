@@ -158,3 +158,13 @@ def test_a_hand_that_is_turned_over_has_two_axes_inverted():
     for one in episodes[5:]:
         one.action[:, :2] *= -1
     assert not found(named(episodes))
+
+
+def test_an_arm_that_is_pushed_back_by_what_it_touches_is_not_inverted():
+    episodes = sound(length=60)
+    pushed = episodes[6]
+    pushed.state[:, 0] = pushed.state[0, 0] + 1e-3 * np.sin(np.arange(len(pushed.state)))
+    pushed.state[:, 1] = pushed.state[0, 1] - 0.1 * np.cumsum(pushed.action[:, 1])
+    pushed.state[:, 2] = 0.3
+    pushed.action[:, 2] = 0
+    assert "action inverted" not in found(InMemory(episodes))
