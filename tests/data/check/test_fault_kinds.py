@@ -1,8 +1,10 @@
 """Kinds of faults in demonstrations: each is found alone, with its place, and nothing is found in sound episodes."""
 
 import dataclasses
+import io
 import logging
 
+import av
 import numpy as np
 import pytest
 from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
@@ -381,6 +383,44 @@ def test_a_hand_that_the_camera_does_not_see_freezes_no_picture():
     source = InMemory(episodes)
     source.about = lambda: About(dim_names={STATE: ("x", "y", "z", "gripper")})
     assert not found(source)
+
+
+def recoded(frames, **options):
+    """Frames as H.264 keeps them, and PyAV reads them."""
+    content = io.BytesIO()
+    with av.open(content, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=FPS, options=options)
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    content.seek(0)
+    with av.open(content) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+@pytest.mark.parametrize(("gop", "quality"), [("2", "30"), ("5", "23")])
+def test_a_video_that_freezes_is_found_though_its_encoder_changes_it(gop, quality):
+    episodes, random = sound(6, 40), np.random.default_rng(0)
+    background = (128 + 60 * np.sin(np.arange(64) / 9)[:, None, None] + random.normal(0, 6, (64, 64, 3))).astype(
+        np.uint8
+    )
+    for number, one in enumerate(episodes):
+        one.state[:, :2] = one.state[:1, :2] + np.linspace(0, 1, len(one.state))[:, None]
+        one.frames = np.repeat(background[None], len(one.state), axis=0)
+        for step in range(len(one.state)):
+            place = 10 if number == 4 and step >= 10 else step  # frozen from there on
+            one.frames[step, 24:36, place : place + 8] = 230
+        one.frames = recoded(one.frames, g=gop, crf=quality)
+    finding = found(InMemory(episodes))["frozen pictures"]
+    still = episodes[4].frames
+    seen = still[[12, 18, 24, 31, 37, 43]]
+    assert (seen[1:] != seen[:-1]).any()  # not to the last pixel
+    assert finding.count >= 4 and "episode 4" in finding.where
+    assert set(found(InMemory(episodes[:4]))) == set()
+    episodes[5].frames = recoded(np.zeros_like(episodes[5].frames), g=gop, crf=quality)
+    assert set(found(InMemory(episodes))) == {"frozen pictures", "black pictures"}
 
 
 def test_still_robots_have_still_pictures():
