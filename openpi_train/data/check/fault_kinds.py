@@ -80,6 +80,7 @@ KINDS = (
     FaultKind(picture_kinds.black, ("black pictures",)),
     FaultKind(picture_kinds.frozen, ("frozen pictures",)),
     FaultKind(picture_kinds.cameras_alike, ("cameras alike",)),
+    FaultKind(picture_kinds.exchanged, ("cameras exchanged",)),
 )
 
 

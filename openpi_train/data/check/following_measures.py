@@ -47,8 +47,8 @@ def of_arms(
 
 def of_grippers(states: np.ndarray, actions: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """The largest correlation of each state's level with its action's, and the largest negative one, [e, d, 2]."""
-    levels = (_centred(values.astype(np.float64), starts, ends) for values in (actions, states))
-    each = correlations(*levels, starts, ends, _GRIPPER_LAGS)
+    state, action = (_centred(values.astype(np.float64), starts, ends) for values in (states, actions))
+    each = correlations(action, state, starts, ends, _GRIPPER_LAGS)
     return np.stack([each.max(axis=2), (-each).max(axis=2)], axis=2).astype(np.float32)
 
 

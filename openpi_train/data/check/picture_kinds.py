@@ -21,6 +21,9 @@ _PER_EPISODE = 8
 # Pictures are compared by means of blocks, about so many along the shorter side. An encoder (libx264, crf 23 to 30)
 # changes these by up to 12 of 255; the usual change of pictures that move is mostly ten times that.
 _BLOCKS, _ENCODER, _LEAST_CHANGE = 32, 12.5, 0.15
+# Cameras are exchanged in an episode if each is so much nearer to what the other usually shows, in 8 x 8 blocks, and if
+# in this share of the episodes, and so many, it is clear which camera is which.
+_VIEW, _NEARER, _MOST_CLEAR, _FEWEST_EPISODES = 8, 0.6, 0.8, 4
 # A state dim has moved if it changed by this share of its range.
 _MOVED = 0.05
 
@@ -120,6 +123,44 @@ def cameras_alike(data: ExaminedData) -> Iterator[Finding]:
                 training="the policy has one view less than it seems to have",
                 remedy="Look which camera was recorded twice; leave it out of --data.datasets.N.robot.cameras",
             )
+
+
+def exchanged(data: ExaminedData) -> Iterator[Finding]:
+    """Episodes in which two cameras show what the other one shows in most episodes."""
+    views = {camera: _first_views(data, camera) for camera in data.cameras}
+    for one, other in itertools.combinations(data.cameras, 2):
+        episodes = sorted(views[one].keys() & views[other].keys())
+        if len(episodes) < _FEWEST_EPISODES:
+            continue
+        both = [np.stack([views[camera][episode] for episode in episodes]) for camera in (one, other)]
+        usual = [np.median(view, axis=0) for view in both]
+        # [camera, median, episode]
+        far = np.array([[np.abs(view - median).mean(axis=(1, 2, 3)) for median in usual] for view in both])
+        swapped = (far[0, 1] < _NEARER * far[0, 0]) & (far[1, 0] < _NEARER * far[1, 1])
+        as_usual = (far[0, 0] < _NEARER * far[0, 1]) & (far[1, 1] < _NEARER * far[1, 0])
+        # Where cameras stand elsewhere in every episode, none shows what it usually does.
+        if swapped.any() and (swapped | as_usual).mean() >= _MOST_CLEAR and as_usual.sum() > swapped.sum():
+            yield Finding(
+                kind="cameras exchanged",
+                count=int(swapped.sum()),
+                total=len(episodes),
+                unit="episodes looked at",
+                where=data.source.describe(data.first_step(episodes[int(np.argmax(swapped))])),
+                what=f"{one} shows what {other} shows in the others, and the reverse",
+                training="the policy takes one view for the other",
+                remedy="Exchange the two in these episodes, or leave the episodes out",
+            )
+
+
+def _first_views(data: ExaminedData, camera: str) -> dict[int, np.ndarray]:
+    """Of each episode that is looked at: its first picture in 8 x 8 blocks, float32 [8, 8, 3]."""
+    found: dict[int, np.ndarray] = {}
+    for seen in pictures(data, camera):
+        if not (seen.problem or seen.is_black or seen.is_blank) and min(seen.blocks.shape[:2]) >= _VIEW:
+            rows = [part.mean(axis=0) for part in np.array_split(seen.blocks, _VIEW, axis=0)]
+            small = [part.mean(axis=1) for part in np.array_split(np.stack(rows), _VIEW, axis=1)]
+            found.setdefault(seen.episode, np.stack(small, axis=1))
+    return found
 
 
 def missing_cameras(data: ExaminedData) -> Iterator[Finding]:

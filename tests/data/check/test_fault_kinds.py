@@ -396,7 +396,7 @@ def recoded(frames, **options):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
     content.seek(0)
-    with av.open(content) as container:
+    with av.open(content, "r") as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
@@ -468,8 +468,9 @@ def test_a_spike_of_a_dim_in_radians_is_no_unit():
     source.about = lambda: About(dim_names={STATE: ("a_rad", "b_rad", "c_rad", "gripper")})
     assert set(found(source)) == {"spike"}
     episodes[12].state[:, 0] = np.rad2deg(sound()[12].state[:, 0]) + 90
-    source.columns[STATE] = np.concatenate([one.state for one in episodes])
-    assert set(found(source)) == {"units mixed"}
+    other = InMemory(episodes)
+    other.about = source.about
+    assert set(found(other)) == {"units mixed"}
 
 
 def wide_arm(episodes):
@@ -535,3 +536,24 @@ def test_a_dead_band_in_most_episodes_is_how_the_dim_is():
         one.state[:, 1] = np.repeat(np.cumsum(random.normal(0, 0.1, 10)), 20)[: len(one.state)]
         one.action[0, 1] = 0.2
     assert "stuck dims" not in found(InMemory(episodes))
+
+
+def test_cameras_that_are_exchanged_in_some_episodes_are_found():
+    episodes, random = sound(12), np.random.default_rng(4)
+    front, wrist = (random.integers(0, 256, (8, 8, 3)) for _ in range(2))
+    pictures = {}
+    for camera, scene in ((CAMERA, front), ("observation/images/wrist", wrist)):
+        shown = scene + random.normal(0, 20, (InMemory(episodes).num_steps, 8, 8, 3))
+        pictures[camera] = np.clip(shown, 0, 255).astype(np.uint8)
+    source = InMemory(episodes)
+    source.cameras = tuple(pictures)
+    source.frames = lambda steps, camera: pictures[camera][steps]
+    assert not found(source)
+    one, other = pictures.values()
+    for number in (4, 9):
+        steps = source.steps_of(number)
+        rows = slice(steps.start, steps.stop)
+        one[rows], other[rows] = other[rows].copy(), one[rows].copy()
+    findings = found(source)
+    assert set(findings) == {"cameras exchanged"}
+    assert findings["cameras exchanged"].count == 2 and "episode 4, step 0" in findings["cameras exchanged"].where
