@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from openpi_train.data.files import read_json, set_aside
+from openpi_train.data.files import read_json
 from openpi_train.interop.manifest import find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
@@ -39,13 +39,16 @@ from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import (
     HARDWARE,
     PEER_LOST,
+    USAGE,
     CheckpointError,
     HardwareError,
     PeerLostError,
+    UsageError,
     exit_code_of,
     reported_as,
 )
 from openpi_train.runtime.passing_errors import patiently
+from openpi_train.training import fencing
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
@@ -302,6 +305,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         error = pending.exception() if pending is not None else None
         if error is not None:
+            if self._is_writer:
+                fencing.require_owned(self.directory)  # a newer start removes what it finds half saved
             self._give_up(f"saving checkpoint {self._saved_step} failed: {type(error).__name__}: {error}", error)
 
     def _raise_together(self, problem: str) -> None:
@@ -314,8 +319,9 @@ class Checkpoints:
         self._saved_step = None
         if self._local:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
-        # Of a lost process the watchdog knows the reason; a failed device is no fault of the checkpoint either.
-        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError}
+        # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
+        # newer start of the run.
+        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError, USAGE: UsageError}
         kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), CheckpointError)
         raise kind(problem) from cause
 
@@ -334,7 +340,7 @@ class Checkpoints:
             return
         beside(draft)
         write_manifest(draft)
-        draft.rename(self.step_dir(step))  # a directory with a number as its name is always complete
+        self._dirs.commit(step)
         preempt.note_save(step, time.monotonic() - started)
         self._dirs.note_complete(step)
 
@@ -383,7 +389,7 @@ class Checkpoints:
             logger.warning("falling back to checkpoint %s; steps after it are trained again", chosen or above)
         if self._is_writer:
             for step in damaged:
-                set_aside(self.step_dir(step), "damaged")
+                self._dirs.set_aside_damaged(step)
         return chosen
 
 
