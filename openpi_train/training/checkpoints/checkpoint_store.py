@@ -305,8 +305,6 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         error = pending.exception() if pending is not None else None
         if error is not None:
-            if self._is_writer:
-                fencing.require_owned(self.directory)  # a newer start removes what it finds half saved
             self._give_up(f"saving checkpoint {self._saved_step} failed: {type(error).__name__}: {error}", error)
 
     def _raise_together(self, problem: str) -> None:
@@ -317,6 +315,8 @@ class Checkpoints:
 
     def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
         self._saved_step = None
+        if self._is_writer and cause is not None:
+            fencing.require_owned(self.directory)  # a newer start removes what it finds half saved
         if self._local:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
         # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
