@@ -21,7 +21,7 @@ from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import agree, garbage, phases, preempt
 from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
 from openpi_train.runtime.phases import phase
-from openpi_train.training import crash_loop
+from openpi_train.training import crash_loop, fencing
 from openpi_train.training.best import held_out_loss, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.crash_loop import CrashLoop
@@ -88,6 +88,7 @@ class Run:
         batches = batch_specs(self.experiment, self.data, self.experiment.batch_size)
         self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
         if jax.process_index() == 0:
+            fencing.require_owned(self.directory)
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
             write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
@@ -310,6 +311,7 @@ class Run:
         bad_records = sum(agree.gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
         if jax.process_index() == 0 and not (keep_results and path.exists()):
+            fencing.require_owned(self.directory)
             self._tell_best()
             write_results(
                 path,

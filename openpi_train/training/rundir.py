@@ -30,7 +30,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training import run_lock
+from openpi_train.training import fencing, run_lock
 from openpi_train.training.resume_point import resume_point
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,7 @@ def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     `measured` has measurements of this start's devices, as JSON.
     """
     path, experiment = given.run_dir, as_json(given)
+    fencing.require_owned(path)
     changes = _changes(given)
     try:
         starts = _read(path / "environment.json")["starts"]
@@ -283,8 +284,8 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and the run's folder would be {path}: give another --checkpoint-base-dir")
     is_run = (path / "experiment.json").is_file()
-    # Log files may be opened before the run is, and a start that ended early leaves its lock.
-    empty = {"logs", run_lock.NAME}
+    # Log files may be opened before the run is, and a start that ended early leaves its lock and its generation.
+    empty = {"logs", run_lock.NAME, fencing.NAME}
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
     if is_run and not given.resume and not given.overwrite:

@@ -58,7 +58,13 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
-    world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
+    world = session.start(
+        world,
+        facts=facts,
+        devices_per_process=devices_per_process,
+        timeouts=timeouts,
+        shared_folder=Path(experiment.checkpoint_base_dir),
+    )
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
         collectives = selftest.measure()
