@@ -25,6 +25,7 @@ from openpi_train.runtime import agree, compile_cache, preempt, xla
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.runtime.listening import listen_host
+from openpi_train.runtime.open_files import allow_open_files
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
@@ -64,7 +65,7 @@ def start(
 
     Raises:
         UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be divided
-        equally.
+        equally, or this process may not open as many files as it needs.
         PeerLostError: a process did not come in time.
     """
     global _watchdog
@@ -79,6 +80,7 @@ def start(
         logger.info("environment: %s", line)
     if kind == "cpu":
         logger.info("environment: %s", keep_freed_memory(os.environ))
+    allow_open_files(world.process_index, world.process_count, cpu_collectives=kind == "cpu")
     compile_cache.use(kind)
     with preempt.stoppable_start():
         peers: list[Peer] = []

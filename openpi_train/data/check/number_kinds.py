@@ -7,6 +7,7 @@ import numpy as np
 from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper, pairs
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, ExaminedData
 from openpi_train.data.findings import Finding
+from openpi_train.data.normalize import SPIKE_DISTANCE
 
 # A dim is clipped if this share of its values, and at least so many, lies at an end of its range.
 _CLIPPED_SHARE, _CLIPPED_STEPS = 0.01, 20
@@ -20,8 +21,8 @@ _COMMANDED = 0.1
 _WIDE, _MOST_EPISODES = 0.3, 0.9
 # Which share of the steps has to agree where actions are states.
 _AGREE = 0.99
-# A spike lies so many times the width of q01..q99 outside of it, and at most this share of the steps, or two, does.
-_FAR, _FEW_STEPS = 49.0, 5e-4
+# At most this share of the steps, or two, are spikes.
+_FEW_STEPS = 5e-4
 # A gripper that uses less than this share of its range is told.
 _LEAST_USE = 0.1
 
@@ -161,7 +162,7 @@ def spikes(data: ExaminedData) -> Iterator[Finding]:
             if not len(values):
                 continue
             q01, q99 = np.quantile(values, (0.01, 0.99))
-            ends = q01 - _FAR * (q99 - q01), q99 + _FAR * (q99 - q01)
+            ends = q01 - SPIKE_DISTANCE * (q99 - q01), q99 + SPIKE_DISTANCE * (q99 - q01)
             low, high = (data.table[f"{what}/{column.name}"][:, dim] for what in ("low", "high"))
             episodes = np.flatnonzero((low < ends[0]) | (high > ends[1])).tolist() if q01 < q99 else []
             if not episodes or len(episodes) > most_spikes(data.source.num_steps):
