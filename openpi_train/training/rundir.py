@@ -160,6 +160,17 @@ def devices_at_first(given: Experiment) -> int | None:
     return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
+def last_devices(given: Experiment) -> dict[str, int] | None:
+    """The numbers of devices and processes of the last start of the run; None for a new run. All call it."""
+    starts: list[Any] = []
+    if jax.process_index() == 0 and given.resume:
+        with contextlib.suppress(OSError, UsageError):
+            starts = _read(given.run_dir / "environment.json")["starts"]
+    last = starts[-1] if starts else None
+    found = last and {"devices": last["devices"]["count"], "processes": last["process_count"]}
+    return agree.broadcast("devices at the last start", found)
+
+
 def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     """Record the experiment and environment of this start in the opened directory. For process 0 only.
 
