@@ -212,7 +212,7 @@ def _report(error: BaseException, code: int) -> None:
         logger.error(
             "a device of host %s has failed (%s): start again with --resume, without this host if it fails again. %s",
             *(socket.gethostname(), brief(error), known),
-            exc_info=None if kept else error,
+            exc_info=None if kept or isinstance(error, RunError) else error,
         )
     elif isinstance(error, RunError):
         logs.keep_traceback(error)
