@@ -6,6 +6,7 @@ keeping a processor busy. `--data.fault` does harm to the process `--data.proces
 
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -21,6 +22,8 @@ SMALL = f"{Path(__file__).resolve()}:small"
 WIDTH = 256
 # The rows that are read before a fault.
 READ = 40
+# Of step 23, if a batch has 8 rows.
+POISONED_ROW = 8 * 22 + 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,8 @@ class PausingPoints(own_experiment.Points):
             raise RuntimeError("the camera is broken")
         if len(self.read) > READ and self.fault == "hangs":
             time.sleep(600)
+        if self.fault == "kills" and POISONED_ROW in positions:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().batch(positions)
 
 
@@ -52,12 +57,12 @@ class OpenedPausingPoints(own_experiment.OpenedPoints):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PausingPointData(own_experiment.PointData):
     pause_s: float = 0.0
-    # "slow to open", "save fails", "raises", "hangs"
+    # "slow to open", "save fails", "raises", "hangs", "kills"
     fault: str = ""
     process: str = "1"
 
     def open(self, request):
-        fault = self.fault if os.environ.get("RANK") == self.process else ""
+        fault = self.fault if os.environ.get("RANK", "") == self.process else ""
         if fault == "slow to open":
             print("the dataset is being opened", flush=True)
             time.sleep(600)

@@ -26,11 +26,15 @@ from openpi_train.launch.spec import (
     check_variable,
     without_going_back,
 )
+from openpi_train.launch.status import MAX_RESTARTS_VARIABLE
 from openpi_train.launch.yaml import dump_all
 
 Json = dict[str, Any]
 
 _CONTAINER = "train"
+# The run counts the restarts in a row without progress itself (`training/crash_loop.py`), and ends when they are too
+# many. Kubernetes counts over the run's whole life, also pods that are killed before the run is open.
+_KILLS_PER_RESTART = 20
 _REPLICATED_JOB = "hosts"
 _GIVE_UP = faults.codes_with(Restart.NEVER, Restart.FEWER_HOSTS)  # the same would happen again
 _GO_ON = faults.codes_with(Restart.SAME_HOSTS, Restart.OTHER_HOSTS)
@@ -74,7 +78,7 @@ class Kubernetes(Launch):
     node_selector: tuple[tuple[str, str], ...] = option(None, (), type=_pair, metavar="KEY=VALUE")
     service_account: str | None = option("(default: the namespace's; none is needed)", None)
     shared_memory_gib: int = option("size of /dev/shm (%(default)s)", 16)
-    max_restarts: int = option("restarts after temporary failures (%(default)s)", 10)
+    max_restarts: int = option("restarts in a row without a new checkpoint (%(default)s)", 10)
     grace_s: int = option("time to save after SIGTERM (%(default)s s)", 120)
     out: Path | None = option("file to write (default: the terminal)", None)
     apply: bool = option("pass the manifest to `kubectl apply`", False)
@@ -138,7 +142,7 @@ def manifest(spec: Kubernetes) -> list[Json]:
 
 def _job(spec: Kubernetes) -> Json:
     """Pods that fail are replaced one by one. What a restart mends, and evictions, do not count towards --max-restarts:
-    the run itself counts the starts that saved nothing new (`../runtime/world.py`)."""
+    the run itself counts the starts that saved nothing new."""
     ignored = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _exit_codes(_GO_ON)},
@@ -147,7 +151,7 @@ def _job(spec: Kubernetes) -> Json:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(spec),
-        "spec": _job_spec(spec, backoff_limit=spec.max_restarts, further_rules=ignored),
+        "spec": _job_spec(spec, backoff_limit=_KILLS_PER_RESTART * spec.max_restarts, further_rules=ignored),
     }
 
 
@@ -160,7 +164,7 @@ def _jobset(spec: Kubernetes) -> Json:
         "metadata": _metadata(spec),
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": spec.name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": spec.max_restarts, "rules": [give_up]},
+            "failurePolicy": {"maxRestarts": _KILLS_PER_RESTART * spec.max_restarts, "rules": [give_up]},
             "replicatedJobs": [
                 {
                     "name": _REPLICATED_JOB,
@@ -244,6 +248,7 @@ def _environment(spec: Kubernetes) -> list[Json]:
         "OPENPI_TRAIN_NUM_PROCESSES": str(spec.num_nodes),
         "OPENPI_TRAIN_COORDINATOR": f"{spec.pod_name(0)}.{spec.name}:{spec.port}",
         "OPENPI_TRAIN_GRACE_S": str(spec.grace_s),
+        MAX_RESTARTS_VARIABLE: str(spec.max_restarts),
         "PYTHONUNBUFFERED": "1",
         **({} if spec.gpus_per_node else {"JAX_PLATFORMS": "cpu"}),
         **dict(spec.env),

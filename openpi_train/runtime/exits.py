@@ -145,7 +145,7 @@ _HARDWARE_SIGNS = (
 
 def exit_code_of(error: BaseException) -> int:
     """The exit code that tells a launcher what `error`, or one of its causes, means."""
-    for cause in _chain(error):
+    for cause in causes(error):
         if isinstance(cause, RunError):
             return cause.exit_code
         if isinstance(cause, KeyboardInterrupt):
@@ -240,7 +240,8 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, what it was raised from, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

@@ -170,7 +170,9 @@ def test_every_option_is_in_the_manifest(capsys):
     assert {document["metadata"]["namespace"] for document in (service, job)} == {"robots"}
     assert [port["port"] for port in service["spec"]["ports"]] == [4000, 4001]
     sizes = {name: job["spec"][name] for name in ("completions", "parallelism", "backoffLimit")}
-    assert sizes == {"completions": 2, "parallelism": 2, "backoffLimit": 3}
+    assert sizes == {"completions": 2, "parallelism": 2, "backoffLimit": 60}
+    variables = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "OPENPI_TRAIN_MAX_RESTARTS", "value": "3"} in variables
     pod = job["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 300 and pod["serviceAccountName"] == "trainer"
     assert pod["nodeSelector"] == {"kind": "h100"} and pod["imagePullSecrets"] == [{"name": "registry"}]
@@ -212,13 +214,13 @@ def test_a_lost_peer_and_a_preemption_are_tried_again(code):
     assert action(FULL, code) == "Ignore"
     assert action(with_form(FULL, "jobset"), code) is None, "it fails the Job, and so restarts all pods together"
     jobset = manifest(with_form(FULL, "jobset"))[0]["spec"]
-    assert jobset["failurePolicy"]["maxRestarts"] == 3
+    assert jobset["failurePolicy"]["maxRestarts"] == 60
     assert job_of(with_form(FULL, "jobset"))["spec"]["backoffLimit"] == 0
 
 
 def test_other_failures_are_tried_again_a_limited_number_of_times():
     assert action(FULL, 137) is None
-    assert job_of(FULL)["spec"]["backoffLimit"] == 3
+    assert job_of(FULL)["spec"]["backoffLimit"] == 60
 
 
 @pytest.mark.parametrize("form", ["job", "jobset"])

@@ -43,11 +43,12 @@ from openpi_train.runtime.exits import (
     CheckpointError,
     HardwareError,
     PeerLostError,
+    StorageError,
     UsageError,
     exit_code_of,
     reported_as,
 )
-from openpi_train.runtime.passing_errors import patiently
+from openpi_train.runtime.passing_errors import is_storage_fault, patiently
 from openpi_train.training import fencing
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
@@ -133,7 +134,8 @@ class Checkpoints:
             extra: further JSON values, such as the wandb run id.
 
         Raises:
-            CheckpointError: the former save failed, or the disk has no space. Older checkpoints are intact.
+            CheckpointError: the former save failed (StorageError: because of the file system), or, on every process,
+                the disk has no space. Older checkpoints are intact.
         """
         started = time.monotonic()
         step = int(state.step)
@@ -175,7 +177,7 @@ class Checkpoints:
         return time.monotonic() - started if source else None
 
     def restore(
-        self, abstract: TrainState, *, step: int | None = None, cast: bool = False
+        self, abstract: TrainState, *, step: int | None = None, cast: bool = False, later: str = "replaced"
     ) -> tuple[TrainState, dict[str, Any]] | None:
         """Restore the newest checkpoint that is complete on every process, with its `meta`; None if there is none.
 
@@ -186,6 +188,7 @@ class Checkpoints:
             abstract: shapes with dtypes and shardings (or arrays) of the result, independent of the
                 devices and processes that wrote the checkpoint.
             step: restore this one of the run directory, and set aside those after it; None: the newest.
+            later: what those set aside are called: `<step>.<later>-<time>`.
             cast: allow a dtype that differs from the saved one.
 
         Raises:
@@ -210,17 +213,16 @@ class Checkpoints:
             self.copy_is_missing = step not in complete
         else:
             return None
-        items = (
-            place(local.pieces, wanted)
-            if local
-            else {item: _read_item(directory / item, leaves) for item, leaves in wanted.items()}
-        )
+        if local:
+            items = place(local.pieces, wanted)
+        else:
+            items = patiently(functools.partial(_read_items, directory, wanted), f"reading {directory}")
         self._saved_step = None if self.copy_is_missing else step
         if self._local:
             self._local.settle(local.step if local else None)
         if self._is_writer:
             if is_given:
-                self._dirs.leave_after(step)
+                self._dirs.leave_after(step, later)
             self._dirs.link_latest()
         logger.info("restored checkpoint %d from %s in %.1f s", step, directory, time.monotonic() - started)
         return state_from_items(items, abstract, self._public_name), meta
@@ -248,6 +250,15 @@ class Checkpoints:
     def step_dir(self, step: int) -> pathlib.Path:
         """The directory of the checkpoint of `step`."""
         return self._dirs.path(step)
+
+    def finish_former(self) -> bool:
+        """Wait until the last save is complete, and return whether there was one to wait for.
+
+        Raises CheckpointError or StorageError if it failed, on the process where it did.
+        """
+        was_pending = self._pending is not None
+        self._finish_pending()
+        return was_pending
 
     def wait(self) -> None:
         """Wait until the last save is complete on all processes. Raises CheckpointError if it failed."""
@@ -322,7 +333,8 @@ class Checkpoints:
         # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
         # newer start of the run.
         kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError, USAGE: UsageError}
-        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), CheckpointError)
+        otherwise = StorageError if cause is not None and is_storage_fault(cause) else CheckpointError
+        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), otherwise)
         raise kind(problem) from cause
 
     def _write(
@@ -393,10 +405,13 @@ class Checkpoints:
         return chosen
 
 
-def _read_item(directory: pathlib.Path, wanted: Leaves) -> Leaves:
-    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
-    found = open_item(Place.of(directory))
-    return {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in wanted.items()}
+def _read_items(directory: pathlib.Path, wanted: Mapping[str, Leaves]) -> dict[str, Leaves]:
+    """The items' arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
+    items = {}
+    for item, leaves in wanted.items():
+        found = open_item(Place.of(directory / item))
+        items[item] = {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in leaves.items()}
+    return items
 
 
 def _megabytes(size: int) -> str:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # Orbax writes `<step>.saving.orbax-checkpoint-tmp`, before version 0.2 `<step>.orbax-checkpoint-tmp`.
 _LEFT_OVER = re.compile(r"\d+\.(saving.*|orbax-checkpoint-tmp.*|deleting)")
 # Checkpoints that are of no use any more once a later one is complete.
-_USELESS = re.compile(r"(\d+)\.(?:damaged|interrupted)-.*")
+_USELESS = re.compile(r"(\d+)\.(?:damaged|interrupted|passed-over)-.*")
 
 
 class StepDirs:
@@ -100,15 +100,15 @@ class StepDirs:
         if steps := self.complete():
             self._link("latest", steps[-1])
 
-    def leave_after(self, step: int) -> None:
-        """Set aside every checkpoint after this one; if one of them was the best, there is none until a metric is
-        noted.
+    def leave_after(self, step: int, reason: str = "replaced") -> None:
+        """Set aside every checkpoint after this one, as `<step>.<reason>-<time>`; if one of them was the best, there is
+        none until a metric is noted.
         """
         fencing.require_owned(self.directory)
         with self._lock:
             best = self.best
             for later in [one for one in self.committed() if one > step]:
-                place = set_aside(self.path(later), "replaced")
+                place = set_aside(self.path(later), reason)
                 logger.warning("checkpoint %d is after step %d and now lies in %s", later, step, place)
             if best is not None and best.step > step:
                 for name in ("best.json", "best"):
