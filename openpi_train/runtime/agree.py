@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the service's client has no public name yet (jax 0.10 to 0.12)
 
+from openpi_train.runtime import phases
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
@@ -51,6 +52,7 @@ def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S
     return gather(name, value if _place()[0] == 0 else None, timeout_s)[0]
 
 
+@phases.point()
 def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
     """Return the values of all processes, by process index, on every process.
 

@@ -65,7 +65,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
             logger.info("%s", collectives.line())
         run = start(settled, collectives)
     try:
-        with jax.set_mesh(run.trainer.plan.real_mesh), phase("training", limited=True):
+        with jax.set_mesh(run.trainer.plan.real_mesh), phase("training", of_steps=True):
             if run.state.step < run.experiment.num_train_steps:
                 train(run)
             else:
