@@ -33,6 +33,7 @@ from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.goodput import Goodput, read_longest
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
@@ -58,6 +59,8 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(world.process_index)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
     world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
+    if experiment.resume and world.process_index == 0:
+        phases.expect(read_longest(experiment.run_dir))
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
         collectives = selftest.measure()
@@ -140,6 +143,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
             wait=recorder.wait,
         ),
         history=history,
+        goodput=make_goodput(directory, feed, int(state.step)) if jax.process_index() == 0 else None,
     )
 
 
@@ -240,6 +244,12 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
         stop_on_nan=experiment.on_nan == "stop",
         unread=unread,
     )
+
+
+def make_goodput(directory: Path, feed: Feed, step: int) -> Goodput:
+    """The account of the run's time, continued. Raises CheckpointError if its file cannot be read."""
+    with reported_as(CheckpointError):
+        return Goodput(directory, step=step, waited_s=lambda: feed.wait_s)
 
 
 def make_metrics(experiment: Experiment, directory: Path, feed: Feed, resume_step: int, num_samples: int) -> Metrics:
