@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from runs import own_experiment
 
+from openpi_train.evaluation import held_out_loss
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.sharding.strategy import ShardingConfig
@@ -42,6 +43,8 @@ class PausingPoints(own_experiment.Points):
             time.sleep(600)
         if self.fault == "kills" and POISONED_ROW in positions:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs at first step" and self.first == 0:
+            time.sleep(600)
         return super().batch(positions)
 
 
@@ -57,7 +60,7 @@ class OpenedPausingPoints(own_experiment.OpenedPoints):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PausingPointData(own_experiment.PointData):
     pause_s: float = 0.0
-    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills"
+    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills", and "hangs at " with a place below
     fault: str = ""
     process: str = "1"
 
@@ -66,6 +69,12 @@ class PausingPointData(own_experiment.PointData):
         if fault == "slow to open":
             print("the dataset is being opened", flush=True)
             time.sleep(600)
+        if fault == "hangs at opening":
+            time.sleep(600)
+        if fault == "hangs at evaluation":
+            held_out_loss.HeldOutLoss.__call__ = lambda *arguments: time.sleep(600)
+        if fault == "hangs at save":
+            ocp.AsyncCheckpointer.save = lambda *arguments, **named: time.sleep(600)
         if fault in ("save fails", "one save fails"):
             write = ocp.AsyncCheckpointer.save
 

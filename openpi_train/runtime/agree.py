@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the service's client has no public name yet (jax 0.10 to 0.12)
 
+from openpi_train.runtime import phases
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
@@ -65,6 +66,7 @@ def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S
     return _value_of(name, 0, said)
 
 
+@phases.point()
 def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
     """Return the values of all processes, by process index, on every process.
 

@@ -86,8 +86,9 @@ def stop_requested() -> bool:
     """
     global _points, _stopping, _stopped_after_s
     _points += 1
-    if not _stopping and multihost_utils.reached_preemption_sync_point(_points):
-        _stopping, _stopped_after_s = True, _seconds_since_request()
+    with phases.point():
+        if not _stopping and multihost_utils.reached_preemption_sync_point(_points):
+            _stopping, _stopped_after_s = True, _seconds_since_request()
     return _stopping
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 import openpi_train
-from openpi_train.runtime import agree, compile_cache, preempt, xla
+from openpi_train.runtime import agree, compile_cache, phases, preempt, xla
 from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.runtime.listening import listen_host
@@ -61,6 +61,7 @@ def start(
             as nested dictionaries of JSON values. A difference is reported by its path.
         shared_folder: a folder that all processes see, for the secret by which they know each other, if no launcher
             gave them one.
+        timeouts: those of the run; None: the usual ones, and none on phases.
         devices_per_process: number of CPU devices to create; for runs without accelerators.
 
     Raises:
@@ -69,7 +70,7 @@ def start(
         PeerLostError: a process did not come in time.
     """
     global _watchdog
-    timeouts = timeouts or Timeouts()
+    given, timeouts = timeouts, timeouts or Timeouts()
     for note in world.notes:
         logger.warning("%s", note)
     if devices_per_process is not None:
@@ -100,6 +101,8 @@ def start(
         who = f"process {world.process_index} on {socket.gethostname()}"
         _watchdog = Watchdog(world.process_index, who, peers, timeouts, preempt.stop_noticed)
         _watchdog.start()
+        if given is not None:
+            phases.limit_by(given, shows=world.process_index == 0)
         with phase("starting jax"):
             _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts, _watchdog)
             _report(world)

@@ -13,6 +13,7 @@ import jax
 
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.traffic import collectives
+from openpi_train.runtime import phases
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Metrics, Trainer
 from openpi_train.training.traced_steps import instruction_roles
@@ -73,6 +74,7 @@ class Programs:
             logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
             self._steps[_shapes(batch)] = compiled, program
             found.append((program, compiled))
+            phases.progress()
         self.longest, self.compiled = max(found, key=lambda one: one[0].model_flops)
         self.last = self.longest
 

@@ -27,6 +27,7 @@ from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.goodput import Goodput
 from openpi_train.training.init import StateLayout
 from openpi_train.training.iterations import write_iterations
 from openpi_train.training.metrics import Metrics
@@ -68,6 +69,7 @@ class Run:
     profiler: Profiler
     history: list[dict[str, Any]]
     crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
+    goodput: Goodput | None = None
     programs: Programs | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
@@ -99,6 +101,7 @@ class Run:
         agree.gather("the compiled training step", None)
         garbage.look_as_usual()
         self.recorder.begin()
+        self._account(int(state.step))
         return self.programs
 
     @contextlib.contextmanager
@@ -140,6 +143,9 @@ class Run:
         mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
         memory = fullest_device()
         self.last_metrics = {**values, **mixed, **self.feed.metrics(), **(memory.metrics() if memory else {})}
+        if self.goodput is not None:
+            self.last_metrics = {**self.last_metrics, **self.goodput.metrics()}
+            self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
         for sentence in self.trainer.objective.warnings(values):
@@ -196,6 +202,7 @@ class Run:
         if not values:
             return True
         self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
+        self._account(step)
         self.history.append({"step": step, **values})
         if "val/loss" in values:
             self.checkpoints.note_metric(step, held_out_loss(values))
@@ -259,6 +266,7 @@ class Run:
         status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
+        self._account(step)
         return True
 
     def _go_on_without(self, error: RunError, *, is_last: bool) -> None:
@@ -278,6 +286,12 @@ class Run:
         status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s on each host (held up the loop for %.2f s)", step, place, stall_s)
         self.metrics.log(step, {"time/local_checkpoint_stall_s": stall_s})
+        self._account(step)
+
+    def _account(self, step: int) -> None:
+        """Write where the run's time went until now, with the state of this step."""
+        if self.goodput is not None:
+            self.goodput.write(step)
 
     def _saved_with(self) -> dict[str, Any]:
         return {
@@ -328,3 +342,6 @@ class Run:
             )
             if self.experiment.practice is not None:
                 write_iterations(self.directory)
+        if self.goodput is not None:
+            self.goodput.write(self.step)
+            logger.info("%s", self.goodput.words())

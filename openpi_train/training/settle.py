@@ -78,14 +78,14 @@ def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> li
     return data.batch_specs(batch_size) or [experiment.data.batch_spec(experiment.model, batch_size)]
 
 
-@phase("opening the data")
 def open_in_turn(experiment: Experiment) -> OpenedData:
     """Open the experiment's data, first on process 0, which makes indexes and norm stats for the others.
 
     Raises DataError with what to do, also if processes find rows of different shapes (another tokenizer, or other
     instructions).
     """
-    with agree.process_0_first("has opened the data", experiment.timeouts.data_s):
+    limit_s = experiment.timeouts.data_s
+    with phase("opening the data", least_s=limit_s), agree.process_0_first("has opened the data", limit_s):
         data = experiment.open_data()
     shapes = agree.gather("the shapes of a row", data.row_shapes)
     for index, other in enumerate(shapes):

@@ -34,6 +34,7 @@ from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.goodput import Goodput, read_longest
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
@@ -65,6 +66,8 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         timeouts=timeouts,
         shared_folder=Path(experiment.checkpoint_base_dir),
     )
+    if experiment.resume and world.process_index == 0:
+        phases.expect(read_longest(experiment.run_dir))
     require_devices(experiment)
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
@@ -76,7 +79,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         with (
             crash_loop.counting(run.directory),
             jax.set_mesh(run.trainer.plan.real_mesh),
-            phase("training", limited=True),
+            phase("training", of_steps=True),
         ):
             if run.state.step < run.experiment.num_train_steps:
                 train(run)
@@ -164,6 +167,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
             wait=recorder.wait,
         ),
         history=history,
+        goodput=make_goodput(directory, feed, int(state.step)) if jax.process_index() == 0 else None,
     )
 
 
@@ -273,6 +277,12 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
         stop_on_nan=experiment.on_nan == "stop",
         unread=unread,
     )
+
+
+def make_goodput(directory: Path, feed: Feed, step: int) -> Goodput:
+    """The account of the run's time, continued. Raises CheckpointError if its file cannot be read."""
+    with reported_as(CheckpointError):
+        return Goodput(directory, step=step, waited_s=lambda: feed.wait_s)
 
 
 def make_metrics(experiment: Experiment, directory: Path, feed: Feed, resume_step: int, num_samples: int) -> Metrics:

@@ -22,7 +22,7 @@ def test_process_zero_shows_news_and_files_keep_everything(tmp_path, capsys):
     for text in ("our news", "library chatter", "library warning", "our error"):
         assert text in kept
     assert "I process 0 step 0 [starting] openpi_train.training: our news" in kept
-    with phases.phase("training", limited=True):
+    with phases.phase("training", of_steps=True):
         phases.at_step(12)
         say()
     phases.at_step(0)

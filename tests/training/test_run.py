@@ -23,7 +23,7 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
     local = types.SimpleNamespace(local_checkpoints=types.SimpleNamespace(dir="/local"))
     data = types.SimpleNamespace(norm_stats_json=dict, token_files={})
     run = types.SimpleNamespace(checkpoints=saving, data=data, _saved_with=dict, directory="/runs/x", experiment=local)
-    run.metrics = types.SimpleNamespace(log=lambda step, values: None)
+    run.metrics, run._account = types.SimpleNamespace(log=lambda step, values: None), lambda step: None
     save(run, 30, None)
     assert status.read(file) == Status(saved_step=30)
     save_locally(run, 33, None)
@@ -32,7 +32,7 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
 
 def test_a_warning_of_the_objective_is_logged_once(caplog):
     objective = types.SimpleNamespace(warnings=lambda metrics: ["it falls"] if metrics["x"] > 1 else [])
-    run = types.SimpleNamespace(trainer=types.SimpleNamespace(objective=objective), warned=set())
+    run = types.SimpleNamespace(trainer=types.SimpleNamespace(objective=objective), warned=set(), goodput=None)
     run.feed = types.SimpleNamespace(proportions=dict, metrics=dict, tune=lambda **_: None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None)
     run.progress = types.SimpleNamespace(report=lambda values: None)
