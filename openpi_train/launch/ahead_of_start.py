@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from openpi_train import faults
+from openpi_train.launch import own_python
 from openpi_train.launch.spec import LaunchError
 
 # The number of the run's devices: a process with it says whether a start on them would be refused, and starts nothing.
@@ -42,6 +43,9 @@ def require_start(
 
     Without `has_files` (a container has its own) only the command line counts. What cannot be checked is said.
     """
+    if python == sys.executable and (problem := own_python.lacking()):  # the processes have another, of a container
+        _tell_unchecked(problem[0])
+        return
     sys.stderr.write("launch: looking whether the run would start (--no-check: not) ...\n")
     clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     variables = {**clean, **(env or {}), VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
@@ -65,7 +69,7 @@ def require_start(
         return
     said = done.stderr.strip().splitlines()
     if done.returncode in (_REFUSED if has_files else (faults.USAGE, faults.INDIVISIBLE)):
-        found = next((number for number, line in enumerate(said) if re.match("error:|╭", line)), 0)
+        found = next((number for number, line in enumerate(said) if re.match(r"\d\d:\d\d:\d\d E |error:|╭", line)), 0)
         raise LaunchError(
             "\n".join(
                 [
@@ -73,6 +77,11 @@ def require_start(
                     *said[found:][:_MOST_LINES],
                 ]
             )
+        )
+    if has_files and said and re.match("(ModuleNotFoundError|.*python[0-9.]*): No module named", said[-1]):
+        raise LaunchError(
+            f"{python} cannot start the run, so nothing was written (--no-check: all the same): {said[-1]}\n"
+            "Give an environment in which openpi_train is installed (--venv), or install it there (docs/install.md)"
         )
     if done.returncode:
         _tell_unchecked(said[-1] if said else f"exit code {done.returncode}")

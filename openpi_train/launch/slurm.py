@@ -18,7 +18,15 @@ from openpi_train import faults
 from openpi_train.faults import Restart
 from openpi_train.launch.ahead_of_start import RANK_VARIABLES, require_start
 from openpi_train.launch.options import Launch, at_least, option
-from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices, without_going_back
+from openpi_train.launch.spec import (
+    VERBS_WITHOUT_RUN,
+    LaunchError,
+    check_arguments,
+    check_variable,
+    cpu_devices,
+    this_python,
+    without_going_back,
+)
 
 _MOST_SIGNAL_S = 65535  # Slurm's own
 _CONTAINER_RUNTIMES = ("pyxis", "apptainer")
@@ -170,6 +178,8 @@ class Slurm(Launch):
             raise LaunchError(f"--venv {self.venv} is not a virtual environment: {activate} does not exist")
         if self.gpus is not None:
             sys.stderr.write(f"launch: --gpus {self.gpus} in all: {self.gpus_per_node} on each of {self.nodes} nodes\n")
+        if not self.no_check and not (self.venv or self.container or self.program):
+            this_python()
         text = script(dataclasses.replace(self, arguments=resumed(self.arguments), cpus_per_task=self._cores_there()))
         if self.dry_run:
             print(text, end="")
@@ -197,7 +207,9 @@ class Slurm(Launch):
 
 def resumed(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The same arguments with --resume: a requeued job continues its own run; without one, --resume starts a new
-    run."""
+    run. A verb that makes no run does not take it."""
+    if arguments and arguments[0] in VERBS_WITHOUT_RUN:
+        return arguments
     if bad := [word for word in arguments if word in ("--overwrite", "--no-resume")]:
         raise LaunchError(
             f"{bad[0]} cannot be used with Slurm: a requeued job runs the same command and would move its own run "

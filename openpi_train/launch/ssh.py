@@ -22,7 +22,7 @@ from openpi_train.launch import remote
 from openpi_train.launch.child import DRAIN_S, Child, Started
 from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
 from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
-from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, share_of
+from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, share_of, this_python
 from openpi_train.launch.status import Status
 from openpi_train.launch.supervise import Rules, Start, max_restarts_option, supervise
 
@@ -66,6 +66,8 @@ class Ssh(Launch):
         if self.min_nodes is not None and not 1 <= self.min_nodes <= len(hosts):
             raise LaunchError(f"--min-nodes {self.min_nodes} is not from 1 to {len(hosts)}, the number of hosts")
         env = _variables(self.env)
+        if self.python == sys.executable:
+            this_python()
         workdir = os.getcwd() if self.workdir is None else self.workdir
         far = f"cd {shlex.quote(workdir)} && exec {shlex.quote(self.python)} -m {remote.__name__}"
         lines = {name: (*shlex.split(self.ssh_command), host, far) for name, host in hosts.items()}

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from launch.test_forms import EXPERIMENT, run_distributed
 
+from openpi_train.cli import VERBS
 from openpi_train.launch import forms
 from openpi_train.launch.slurm import Slurm, resumed, script, time_limit_s
-from openpi_train.launch.spec import LaunchError
+from openpi_train.launch.spec import VERBS_WITHOUT_RUN, LaunchError
 from openpi_train.runtime.world import in_slurm_step
 
 SMALL = ["slurm", "--nodes", "2", "--gpus-per-node", "4"]
@@ -207,6 +208,12 @@ def test_a_job_that_would_go_back_again_is_refused_and_one_that_begins_elsewhere
     assert "--resume-from runs/debug/y --resume" in capsys.readouterr().out
 
 
+def test_a_verb_that_makes_no_run_does_not_get_resume():
+    assert resumed(("eval", "checkpoints/debug/x")) == ("eval", "checkpoints/debug/x")
+    assert resumed(("ript", "--config", "x.yaml")) == ("ript", "--config", "x.yaml", "--resume")
+    assert set(VERBS) == {*VERBS_WITHOUT_RUN, "resume", "posttrain", "ript", "vla"}
+
+
 def test_resume_is_said_once():
     assert resumed(("debug", "--resume")) == resumed(("debug",)) == ("debug", "--resume")
 
@@ -257,8 +264,16 @@ GUIDE = ["--mode", "create_slurm", "--job-name", "distributed_training", "--num-
 GUIDE += ["--time-limit", "24:00:00", "--partition", "gpu", "--output-dir"]
 
 
+@pytest.mark.slow
+def test_create_slurm_looks_whether_the_guides_own_run_would_start(tmp_path):
+    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"), HOME=str(tmp_path))
+    assert done.returncode == 2 and not (tmp_path / "slurm_scripts").exists()
+    assert "-- pi0_bridge_traj --exp-name multi_node_training" in done.stderr
+    assert "bridge_dataset" in done.stderr and "--dataset PATH" in done.stderr and "--no-check" in done.stderr
+
+
 def test_create_slurm_writes_the_file_of_the_guide(tmp_path):
-    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"))
+    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"), "--no-check")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "slurm_scripts" / "run_slurm.sh").read_text()
     expected = "--job-name=distributed_training --nodes=2 --ntasks-per-node=4 --time=24:00:00 --partition=gpu".split()
