@@ -31,7 +31,7 @@ class Local(Launch):
         log_dir = announced(self.processes, self.here.log_dir)
 
         def begin(start: Start) -> LaunchOutcome:
-            own = {"port": self.port or free_port(), "token": secrets.token_hex(8)}
+            own = {"port": self.port or free_port(), "token": secrets.token_hex(16)}
             share = commands(dataclasses.replace(spec, arguments=start.arguments, **own))
             return run(share, start.log_dir(log_dir), self.here.grace_s)
 

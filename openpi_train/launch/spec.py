@@ -34,7 +34,7 @@ class LaunchSpec:
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
-    """Token that keeps processes of other jobs out."""
+    """Secret by which the processes of a start know each other; "": process 0 makes one, in the run's folder."""
     program: tuple[str, ...] = (sys.executable, "-m", "openpi_train")
 
     def __post_init__(self):
