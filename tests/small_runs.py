@@ -57,7 +57,7 @@ class OpenedPausingPoints(own_experiment.OpenedPoints):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PausingPointData(own_experiment.PointData):
     pause_s: float = 0.0
-    # "slow to open", "save fails", "raises", "hangs", "kills"
+    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills"
     fault: str = ""
     process: str = "1"
 
@@ -66,9 +66,12 @@ class PausingPointData(own_experiment.PointData):
         if fault == "slow to open":
             print("the dataset is being opened", flush=True)
             time.sleep(600)
-        if fault == "save fails":
+        if fault in ("save fails", "one save fails"):
+            write = ocp.AsyncCheckpointer.save
 
             def fail(*arguments, **named):
+                if fault == "one save fails":
+                    ocp.AsyncCheckpointer.save = write
                 raise OSError(5, "Input/output error")
 
             ocp.AsyncCheckpointer.save = fail

@@ -81,6 +81,9 @@ class Kubernetes(Launch):
         "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
     )
     fs_group: int | None = option("group that may write to the volumes; of our Dockerfile's image: 1000", None)
+    run_as_user: int | None = option(
+        "user of the pods' processes, 0 for root; needed if the image's user is a name or root", None
+    )
     cpus: str | None = option('CPUs of each pod, in the format of Kubernetes: "32"', None)
     memory: str | None = option('memory of each pod, including /dev/shm: "256Gi"', None)
     env: tuple[tuple[str, str | None], ...] = option(
@@ -114,6 +117,8 @@ class Kubernetes(Launch):
             raise LaunchError(
                 f"--fs-group {self.fs_group} is not the number of a group; the image of our Dockerfile has 1000"
             )
+        if self.run_as_user is not None and self.run_as_user < 0:
+            raise LaunchError(f"--run-as-user {self.run_as_user} is not the number of a user")
         check_port(self.port, "--port")
         for variable, _ in self.env:
             check_variable(variable)
@@ -279,13 +284,14 @@ def _pod_spec(spec: Kubernetes, token: str | None) -> Json:
         "serviceAccountName": spec.service_account,
         "nodeSelector": dict(spec.node_selector),
         "imagePullSecrets": [{"name": name} for name in (spec.image_pull_secret,) if name],
+        "automountServiceAccountToken": None if spec.service_account else False,  # the cluster's API is not used
         "securityContext": _security(spec),
     }
     return {
         "restartPolicy": "Never",  # required by podFailurePolicy; the Job makes a new pod instead
         "subdomain": spec.name,
         "terminationGracePeriodSeconds": spec.grace_s,
-        **{name: value for name, value in optional.items() if value},
+        **{name: value for name, value in optional.items() if value or value is False},
         "containers": [
             {
                 "name": _CONTAINER,
@@ -295,6 +301,7 @@ def _pod_spec(spec: Kubernetes, token: str | None) -> Json:
                 "env": _environment(spec, token),
                 "ports": [{"containerPort": spec.port}, {"containerPort": spec.port + 1}],
                 "resources": _resources(spec),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 "volumeMounts": [
                     {"name": "shared-memory", "mountPath": "/dev/shm"},
                     *({"name": volume, "mountPath": path} for volume, _, path in claims),
@@ -330,9 +337,17 @@ def _from_secret(variable: str, secret: str, key: str) -> Json:
 
 
 def _security(spec: Kubernetes) -> Json:
-    """A new volume belongs to root, and an image's own user writes to it as a member of this group alone."""
-    # Of a volume that has the group already, the files are not visited one by one at each start.
-    return {} if spec.fs_group is None else {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    """No root, the runtime's own list of system calls; and a group that may write to volumes.
+
+    A new volume belongs to root, and an image's own user writes to it as a member of this group alone.
+    """
+    found: Json = {"runAsNonRoot": spec.run_as_user != 0, "seccompProfile": {"type": "RuntimeDefault"}}
+    if spec.run_as_user is not None:
+        found["runAsUser"] = spec.run_as_user
+    if spec.fs_group is not None:
+        # Of a volume that has the group already, the files are not visited one by one at each start.
+        found |= {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return found
 
 
 def _resources(spec: Kubernetes) -> Json:

@@ -110,6 +110,7 @@ class Ssh(Launch):
             hosts=(master, *others),
             port=self.master_port or DEFAULT_PORT + 2 * (start.number % _PORTS),
             devices_per_process=self.here.devices_per_process,
+            restart=start.number,
             program=(self.python, "-m", "openpi_train"),
         )
 

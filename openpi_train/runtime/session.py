@@ -22,15 +22,16 @@ import jax
 
 import openpi_train
 from openpi_train.runtime import agree, compile_cache, preempt, xla
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.runtime.listening import listen_host
+from openpi_train.runtime.open_files import allow_open_files
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.watchdog import Watchdog
-from openpi_train.runtime.world import World, split_address
+from openpi_train.runtime.world import World, is_restart, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def start(
 
     Raises:
         UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be divided
-        equally.
+        equally, or this process may not open as many files as it needs.
         PeerLostError: a process did not come in time.
     """
     global _watchdog
@@ -79,6 +80,7 @@ def start(
         logger.info("environment: %s", line)
     if kind == "cpu":
         logger.info("environment: %s", keep_freed_memory(os.environ))
+    allow_open_files(world.process_index, world.process_count, cpu_collectives=kind == "cpu")
     compile_cache.use(kind)
     with preempt.stoppable_start():
         peers: list[Peer] = []
@@ -150,6 +152,7 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
 
     Raises:
         UsageError: the GPUs cannot be divided equally.
+        HardwareError: so it is at a restart.
     """
     count = xla.num_gpus(environ)
     if world.local_count == 1:
@@ -158,7 +161,9 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
         return None  # the launcher gave each process its own
     processes = world.local_count or count
     if count == 0 or count % processes or world.local_index >= processes:
-        raise UsageError(
+        # The launcher started the same before, and it could.
+        kind = HardwareError if is_restart(environ) else UsageError
+        raise kind(
             f"process {world.local_index} of {processes} on this host cannot have an equal share of its {count} GPUs: "
             "start as many processes as there are GPUs, a number that divides them, or one"
         )

@@ -26,9 +26,9 @@ from openpi_train.launch import status
 from openpi_train.planning.device_limits import peak_flops
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
-from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
+from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
-from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
@@ -43,7 +43,7 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
-from openpi_train.training.rundir import begins, open_run, record_start
+from openpi_train.training.rundir import begins, last_devices, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.start_check import check_start_weights
 from openpi_train.training.state import TrainState
@@ -65,6 +65,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         timeouts=timeouts,
         shared_folder=Path(experiment.checkpoint_base_dir),
     )
+    require_devices(experiment)
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
         collectives = selftest.measure()
@@ -89,6 +90,16 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         report(run)
         session.stop(timeouts.finish_s)
     return 0
+
+
+def require_devices(experiment: Experiment) -> None:
+    """Raise HardwareError where a restart finds fewer devices than the start before it had. Every process calls it."""
+    before = last_devices(experiment)
+    if not is_restart(os.environ) or before is None or before["processes"] != jax.process_count():
+        return
+    here, had = jax.local_device_count(), before["devices"] // before["processes"]
+    if here < had:
+        raise HardwareError(f"this restart finds {here} of the {had} devices that each process of the run had")
 
 
 def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:

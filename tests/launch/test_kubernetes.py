@@ -1,5 +1,6 @@
 """Manifests against Kubernetes' published schemas, and against what a process in a pod makes of them."""
 
+import dataclasses
 import json
 import os
 import re
@@ -42,6 +43,7 @@ FULL = Kubernetes(
     service_account="trainer",
     image_pull_secret="registry",
     fs_group=1000,
+    run_as_user=1000,
     shared_memory_gib=64,
     max_restarts=3,
     grace_s=300,
@@ -162,10 +164,33 @@ def test_the_pods_of_a_jobset_have_names_before_they_are_ready():
     assert network == {"enableDNSHostnames": True, "subdomain": "run", "publishNotReadyAddresses": True}
 
 
+# What the "restricted" level of Kubernetes' pod security standards asks of a pod, and of its containers.
+RESTRICTED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+RESTRICTED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_pods_fit_the_restricted_level_of_pod_security(form):
+    pod = job_of(with_form(PLAIN, form))["spec"]["template"]["spec"]
+    assert pod["securityContext"] == RESTRICTED
+    assert [container["securityContext"] for container in pod["containers"]] == [RESTRICTED_CONTAINER]
+    assert pod["automountServiceAccountToken"] is False
+    assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "emptyDir", "persistentVolumeClaim"}
+    assert "hostNetwork" not in pod
+
+
+def test_root_and_a_service_account_are_asked_for():
+    spec = dataclasses.replace(PLAIN, run_as_user=0, service_account="trainer")
+    pod = job_of(spec)["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {**RESTRICTED, "runAsNonRoot": False, "runAsUser": 0}
+    assert "automountServiceAccountToken" not in pod
+
+
 def test_every_option_is_in_the_manifest(capsys):
     options = """--name run --image img --nodes 2 --gpus-per-node 8 --namespace robots --port 4000 --pvc ckpt:/ckpt
         --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
-        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job --image-pull-secret registry --fs-group 1000"""
+        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job --image-pull-secret registry --fs-group 1000
+        --run-as-user 2000"""
     assert forms.main(["kubernetes", *options.split(), "--", *RUN]) == 0
     secret, service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert {document["metadata"]["namespace"] for document in (secret, service, job)} == {"robots"}
@@ -177,7 +202,8 @@ def test_every_option_is_in_the_manifest(capsys):
     pod = job["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 300 and pod["serviceAccountName"] == "trainer"
     assert pod["nodeSelector"] == {"kind": "h100"} and pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert pod["securityContext"] == {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    group = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    assert pod["securityContext"] == {**RESTRICTED, "runAsUser": 2000, **group}
     (container,) = pod["containers"]
     assert container["image"] == "img" and container["command"][-len(RUN) :] == list(RUN)
     assert {"name": "A", "value": "b=c"} in container["env"]
@@ -244,6 +270,7 @@ def test_a_pod_on_processors_is_told_so():
         ({"name": "Run_1"}, "not a valid Kubernetes name: lower-case"),
         ({"name": "a" * 62}, "at most 61 of them here"),
         ({"fs_group": -1}, "--fs-group -1 is not the number of a group"),
+        ({"run_as_user": -1}, "--run-as-user -1 is not the number of a user"),
         ({"name": "a" * 60, "form": "jobset"}, "at most 53 of them here"),
         ({"num_nodes": 0}, "--nodes and --grace-s must be at least 1"),
         ({"port": 65535}, "--port 65535"),
