@@ -32,7 +32,7 @@ class Local(Launch):
         log_dir = announced(self.processes, self.here.log_dir)
 
         def begin(start: Start) -> LaunchOutcome:
-            own: dict[str, Any] = {"port": self.port or free_port(), "token": secrets.token_hex(8)}
+            own: dict[str, Any] = {"port": self.port or free_port(), "token": secrets.token_hex(16)}
             share = commands(dataclasses.replace(spec, arguments=start.arguments, restart=start.number, **own))
             return run(share, start.log_dir(log_dir), self.here.grace_s)
 

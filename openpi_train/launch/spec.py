@@ -43,7 +43,7 @@ class LaunchSpec:
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
-    """Token that keeps processes of other jobs out."""
+    """Secret by which the processes of a start know each other; "": process 0 makes one, in the run's folder."""
     restart: int = 0
     """How many starts of the run this launcher has made before."""
     program: tuple[str, ...] = dataclasses.field(default_factory=lambda: (this_python(), "-m", "openpi_train"))

@@ -96,7 +96,7 @@ class Ssh(Launch):
         log_dir = announced(num_processes, self.here.log_dir, f" on {', '.join(first.hosts)}")
 
         def begin(start: Start) -> LaunchOutcome:
-            spec = dataclasses.replace(self._spec(start, first.hosts[0]), token=secrets.token_hex(8))
+            spec = dataclasses.replace(self._spec(start, first.hosts[0]), token=secrets.token_hex(16))
             job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": self.here.grace_s}
             return _run(job, spec, {name: lines[name] for name in start.hosts}, start.log_dir(log_dir))
 

@@ -176,7 +176,7 @@ def test_the_token_is_the_same_everywhere_and_on_no_command_line(start, tmp_path
     said = {run.output(rank) for rank in range(4)}
     assert len(said) == 1
     _, token, seen, looked = said.pop().split()
-    assert len(token) == 16 and (seen, looked) == ("0", "True")
+    assert len(token) == 32 and (seen, looked) == ("0", "True")
 
 
 @pytest.mark.multiprocess
