@@ -44,7 +44,7 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
-from openpi_train.training.rundir import begins, last_devices, open_run, record_start
+from openpi_train.training.rundir import begins, check_commits, last_devices, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.start_check import check_start_weights
 from openpi_train.training.state import TrainState
@@ -133,6 +133,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     with jax.set_mesh(trainer.plan.real_mesh):
         state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer, older=older)
         evaluator = make_evaluator(experiment, trainer, data, directory)
+    check_commits()
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
