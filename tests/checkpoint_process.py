@@ -19,7 +19,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from openpi_train.runtime.exits import CheckpointError
+from openpi_train.runtime.exits import CheckpointError, StorageError
 from openpi_train.training.checkpoints import checkpoint_store, copy_out
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.state import TrainState
@@ -115,7 +115,7 @@ def fill_the_disk(directory: str) -> None:
     try:
         checkpoints.save(make_state(2, rows=100_000), **SAVED_WITH)
         checkpoints.wait()
-    except CheckpointError as error:
+    except StorageError as error:
         print(error)
     assert checkpoints.steps() == [1]
     checkpoints.save(make_state(3), **SAVED_WITH)

@@ -6,6 +6,7 @@ keeping a processor busy. `--data.fault` does harm to the process `--data.proces
 
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -22,6 +23,8 @@ SMALL = f"{Path(__file__).resolve()}:small"
 WIDTH = 256
 # The rows that are read before a fault.
 READ = 40
+# Of step 23, if a batch has 8 rows.
+POISONED_ROW = 8 * 22 + 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,8 @@ class PausingPoints(own_experiment.Points):
             time.sleep(600)
         if self.fault == "hangs at first step" and self.first == 0:
             time.sleep(600)
+        if self.fault == "kills" and POISONED_ROW in positions:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().batch(positions)
 
 
@@ -55,12 +60,12 @@ class OpenedPausingPoints(own_experiment.OpenedPoints):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PausingPointData(own_experiment.PointData):
     pause_s: float = 0.0
-    # "slow to open", "save fails", "raises", "hangs", and "hangs at " with one of the places below
+    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills", and "hangs at " with a place below
     fault: str = ""
     process: str = "1"
 
     def open(self, request):
-        fault = self.fault if os.environ.get("RANK") == self.process else ""
+        fault = self.fault if os.environ.get("RANK", "") == self.process else ""
         if fault == "slow to open":
             print("the dataset is being opened", flush=True)
             time.sleep(600)
@@ -70,9 +75,12 @@ class PausingPointData(own_experiment.PointData):
             held_out_loss.HeldOutLoss.__call__ = lambda *arguments: time.sleep(600)
         if fault == "hangs at save":
             ocp.AsyncCheckpointer.save = lambda *arguments, **named: time.sleep(600)
-        if fault == "save fails":
+        if fault in ("save fails", "one save fails"):
+            write = ocp.AsyncCheckpointer.save
 
             def fail(*arguments, **named):
+                if fault == "one save fails":
+                    ocp.AsyncCheckpointer.save = write
                 raise OSError(5, "Input/output error")
 
             ocp.AsyncCheckpointer.save = fail

@@ -79,7 +79,8 @@ class RowFeed(Feed):
 
     def start(self) -> None:
         """Start to load the next batch in the background, so that workers start while the step is being compiled."""
-        self._ahead = self._ahead or self._transfer.submit(self._load)
+        if self.reads_ahead:
+            self._ahead = self._ahead or self._transfer.submit(self._load)
 
     def next(self, state: Any = None) -> Any:
         """The batch of the next step. All processes must call it the same number of times; it does not communicate.
@@ -88,6 +89,12 @@ class RowFeed(Feed):
         """
         del state  # offline data does not depend on the policy
         started = time.monotonic()
+        if not self.reads_ahead:
+            self._stop_reading()
+            batch = self.batch(self._step)
+            self.wait_s += time.monotonic() - started
+            self._step += 1
+            return batch
         self.start()
         assert self._ahead is not None
         try:

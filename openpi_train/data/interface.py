@@ -76,12 +76,14 @@ class Feed(abc.ABC):
     """The batches of a run, as global arrays on the devices. Call it from the main thread; `close` when done.
 
     Counters: `wait_s`, the time `next` has waited for data; `acting_s`, that in which it has made attempts and scored
-    them; `bad_records`, the rows of this process that were replaced.
+    them; `bad_records`, the rows of this process that were replaced. `reads_ahead` is set to False for a run that looks
+    for the batch that ends it: then a batch that does not depend on parameters is made when `next` asks for it.
     """
 
     wait_s: float = 0.0
     acting_s: float = 0.0
     bad_records: int = 0
+    reads_ahead: bool = True
 
     @abc.abstractmethod
     def next(self, state: Any = None) -> Any:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from openpi_train.launch import codes
+from openpi_train import faults
 from openpi_train.launch.spec import LaunchError
 
 # The number of the run's devices: a process with it says whether a start on them would be refused, and starts nothing.
@@ -19,7 +19,7 @@ VARIABLE = "OPENPI_TRAIN_CHECK_DEVICES"
 # Variables that other launchers leave in a shell; a process would use them as its identity.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MOST_S = 180
-_REFUSED = (codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.INDIVISIBLE)
+_REFUSED = (faults.USAGE, faults.DATA, faults.CHECKPOINT, faults.INDIVISIBLE)
 _MOST_LINES = 40
 
 
@@ -64,7 +64,7 @@ def require_start(
         _tell_unchecked(str(error))
         return
     said = done.stderr.strip().splitlines()
-    if done.returncode in (_REFUSED if has_files else (codes.USAGE, codes.INDIVISIBLE)):
+    if done.returncode in (_REFUSED if has_files else (faults.USAGE, faults.INDIVISIBLE)):
         found = next((number for number, line in enumerate(said) if re.match("error:|╭", line)), 0)
         raise LaunchError(
             "\n".join(

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openpi_train.launch import codes, forms, guide_files
+from openpi_train import faults
+from openpi_train.launch import forms, guide_files
 from openpi_train.launch.spec import LaunchError
 from openpi_train.launch.this_host import this_host
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str], devices: Path = Path("/dev")) -> int:
         words = _words(given, has_accelerator(devices))
     except LaunchError as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
-        return codes.USAGE
+        return faults.USAGE
     if given.debug:
         os.environ.setdefault("NCCL_DEBUG", "INFO")
     return forms.main([*words, *arguments])

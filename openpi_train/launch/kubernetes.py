@@ -3,7 +3,7 @@
 One pod per host with one process that owns all of its GPUs: jax drives several GPUs from one process, so a pod needs
 no launcher inside, gets SIGTERM itself, and ends with the run's own exit code, which the failure policies read.
 `runtime/world.py` identifies the process by JOB_COMPLETION_INDEX, which Kubernetes sets, and by the variables set here;
-the cluster's API is not used. Read next: `yaml.py`, `../runtime/exits.py` for the codes.
+the cluster's API is not used. Read next: `yaml.py`, `../faults.py` for the codes.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import codes
+from openpi_train import faults
+from openpi_train.faults import Restart
 from openpi_train.launch.ahead_of_start import require_start
 from openpi_train.launch.options import Launch, option
 from openpi_train.launch.spec import (
@@ -25,14 +26,18 @@ from openpi_train.launch.spec import (
     check_variable,
     without_going_back,
 )
+from openpi_train.launch.status import MAX_RESTARTS_VARIABLE
 from openpi_train.launch.yaml import dump_all
 
 Json = dict[str, Any]
 
 _CONTAINER = "train"
+# The run counts the restarts in a row without progress itself (`training/crash_loop.py`), and ends when they are too
+# many. Kubernetes counts over the run's whole life, also pods that are killed before the run is open.
+_KILLS_PER_RESTART = 20
 _REPLICATED_JOB = "hosts"
-_GIVE_UP = [codes.USAGE, codes.DATA, codes.CHECKPOINT, codes.NUMBERS, codes.INDIVISIBLE]  # the same would happen again
-_GO_ON = [codes.PEER_LOST, codes.HARDWARE, codes.PREEMPTED]
+_GIVE_UP = faults.codes_with(Restart.NEVER, Restart.FEWER_HOSTS)  # the same would happen again
+_GO_ON = faults.codes_with(Restart.SAME_HOSTS, Restart.OTHER_HOSTS)
 # Distinguishes jobs, and in a JobSet also attempts: every Job has its own uid.
 _UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
@@ -67,13 +72,16 @@ class Kubernetes(Launch):
         "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
     )
     fs_group: int | None = option("group that may write to the volumes; of our Dockerfile's image: 1000", None)
+    run_as_user: int | None = option(
+        "user of the pods' processes, 0 for root; needed if the image's user is a name or root", None
+    )
     cpus: str | None = option('CPUs of each pod, in the format of Kubernetes: "32"', None)
     memory: str | None = option('memory of each pod, including /dev/shm: "256Gi"', None)
     env: tuple[tuple[str, str], ...] = option("set in every pod", (), type=_pair, metavar="NAME=VALUE")
     node_selector: tuple[tuple[str, str], ...] = option(None, (), type=_pair, metavar="KEY=VALUE")
     service_account: str | None = option("(default: the namespace's; none is needed)", None)
     shared_memory_gib: int = option("size of /dev/shm (%(default)s)", 16)
-    max_restarts: int = option("restarts after temporary failures (%(default)s)", 10)
+    max_restarts: int = option("restarts in a row without a new checkpoint (%(default)s)", 10)
     grace_s: int = option("time to save after SIGTERM (%(default)s s)", 120)
     out: Path | None = option("file to write (default: the terminal)", None)
     apply: bool = option("pass the manifest to `kubectl apply`", False)
@@ -94,6 +102,8 @@ class Kubernetes(Launch):
             raise LaunchError(
                 f"--fs-group {self.fs_group} is not the number of a group; the image of our Dockerfile has 1000"
             )
+        if self.run_as_user is not None and self.run_as_user < 0:
+            raise LaunchError(f"--run-as-user {self.run_as_user} is not the number of a user")
         check_port(self.port, "--port")
         for variable, _ in self.env:
             check_variable(variable)
@@ -136,7 +146,8 @@ def manifest(spec: Kubernetes) -> list[Json]:
 
 
 def _job(spec: Kubernetes) -> Json:
-    """Pods that fail are replaced one by one. 70, 71, 75 and evictions do not count towards --max-restarts."""
+    """Pods that fail are replaced one by one. What a restart mends, and evictions, do not count towards --max-restarts:
+    the run itself counts the starts that saved nothing new."""
     ignored = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _exit_codes(_GO_ON)},
@@ -145,7 +156,7 @@ def _job(spec: Kubernetes) -> Json:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(spec),
-        "spec": _job_spec(spec, backoff_limit=spec.max_restarts, further_rules=ignored),
+        "spec": _job_spec(spec, backoff_limit=_KILLS_PER_RESTART * spec.max_restarts, further_rules=ignored),
     }
 
 
@@ -158,7 +169,7 @@ def _jobset(spec: Kubernetes) -> Json:
         "metadata": _metadata(spec),
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": spec.name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": spec.max_restarts, "rules": [give_up]},
+            "failurePolicy": {"maxRestarts": _KILLS_PER_RESTART * spec.max_restarts, "rules": [give_up]},
             "replicatedJobs": [
                 {
                     "name": _REPLICATED_JOB,
@@ -208,13 +219,14 @@ def _pod_spec(spec: Kubernetes) -> Json:
         "serviceAccountName": spec.service_account,
         "nodeSelector": dict(spec.node_selector),
         "imagePullSecrets": [{"name": name} for name in (spec.image_pull_secret,) if name],
+        "automountServiceAccountToken": None if spec.service_account else False,  # the cluster's API is not used
         "securityContext": _security(spec),
     }
     return {
         "restartPolicy": "Never",  # required by podFailurePolicy; the Job makes a new pod instead
         "subdomain": spec.name,
         "terminationGracePeriodSeconds": spec.grace_s,
-        **{name: value for name, value in optional.items() if value},
+        **{name: value for name, value in optional.items() if value or value is False},
         "containers": [
             {
                 "name": _CONTAINER,
@@ -224,6 +236,7 @@ def _pod_spec(spec: Kubernetes) -> Json:
                 "env": _environment(spec),
                 "ports": [{"containerPort": spec.port}, {"containerPort": spec.port + 1}],
                 "resources": _resources(spec),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 "volumeMounts": [
                     {"name": "shared-memory", "mountPath": "/dev/shm"},
                     *({"name": volume, "mountPath": path} for volume, _, path in claims),
@@ -242,6 +255,7 @@ def _environment(spec: Kubernetes) -> list[Json]:
         "OPENPI_TRAIN_NUM_PROCESSES": str(spec.num_nodes),
         "OPENPI_TRAIN_COORDINATOR": f"{spec.pod_name(0)}.{spec.name}:{spec.port}",
         "OPENPI_TRAIN_GRACE_S": str(spec.grace_s),
+        MAX_RESTARTS_VARIABLE: str(spec.max_restarts),
         "PYTHONUNBUFFERED": "1",
         **({} if spec.gpus_per_node else {"JAX_PLATFORMS": "cpu"}),
         **dict(spec.env),
@@ -251,9 +265,17 @@ def _environment(spec: Kubernetes) -> list[Json]:
 
 
 def _security(spec: Kubernetes) -> Json:
-    """A new volume belongs to root, and an image's own user writes to it as a member of this group alone."""
-    # Of a volume that has the group already, the files are not visited one by one at each start.
-    return {} if spec.fs_group is None else {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    """No root, the runtime's own list of system calls; and a group that may write to volumes.
+
+    A new volume belongs to root, and an image's own user writes to it as a member of this group alone.
+    """
+    found: Json = {"runAsNonRoot": spec.run_as_user != 0, "seccompProfile": {"type": "RuntimeDefault"}}
+    if spec.run_as_user is not None:
+        found["runAsUser"] = spec.run_as_user
+    if spec.fs_group is not None:
+        # Of a volume that has the group already, the files are not visited one by one at each start.
+        found |= {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return found
 
 
 def _resources(spec: Kubernetes) -> Json:

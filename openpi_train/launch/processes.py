@@ -20,13 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from openpi_train.launch import codes
+from openpi_train import faults
 from openpi_train.launch.child import Child, Started
 from openpi_train.launch.spec import DEFAULT_PORT, ProcessCommand
 from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 
 # Exit codes of a process that ended because another one did: not the root cause if any other code exists.
-_FOLLOWS_FROM_ANOTHER = (codes.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
+_FOLLOWS_FROM_ANOTHER = (faults.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
 # gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
@@ -197,7 +197,7 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
         reason=reason,
         asked=bool(received),
         lost_hosts=tuple(
-            dict.fromkeys(record.host for record in records if record.lost or record.code == codes.HARDWARE)
+            dict.fromkeys(record.host for record in records if record.lost or record.code == faults.HARDWARE)
         ),
         status=records[0].status,
     )
@@ -212,7 +212,7 @@ def _wait_for_end(records: Sequence[ProcessRecord], started: Sequence[Started], 
     failed_at, asked, killed = None, False, False
     while any(record.code is None for record in records):
         time.sleep(0.05)
-        if not any(record.code not in (None, 0, codes.PREEMPTED) for record in records):
+        if not any(record.code not in (None, 0, faults.PREEMPTED) for record in records):
             continue
         failed_at = failed_at or time.monotonic()
         since_s = time.monotonic() - failed_at
@@ -229,12 +229,12 @@ def _report(records: Sequence[ProcessRecord]) -> tuple[int, str]:
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
         return 0, "done"
-    failed = [record for record in ended if record.code != codes.PREEMPTED] or ended
+    failed = [record for record in ended if record.code != faults.PREEMPTED] or ended
     first = failed[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
     assert culprit.code is not None
-    if culprit.code == codes.PREEMPTED:
+    if culprit.code == faults.PREEMPTED:
         tell("stopped on request, and saved: continue with the same command and --resume")
         return culprit.code, "it was asked to stop, and saved"
     for line in culprit.errors:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import codes
+from openpi_train import faults
 from openpi_train.launch.child import Child
 from openpi_train.launch.processes import forwarded_signals
 from openpi_train.launch.spec import LaunchSpec, share_of
@@ -119,7 +119,7 @@ def main() -> int:
     """Run the job in the first line of stdin; returns 0 unless there is none. Exit codes of processes are reported."""
     first = sys.stdin.buffer.raw.readline()  # pyright: ignore[reportAttributeAccessIssue]
     if not first.endswith(b"\n"):
-        return codes.USAGE
+        return faults.USAGE
     with tempfile.TemporaryDirectory(prefix="openpi_train_", ignore_cleanup_errors=True) as folder:
         share = Share(json.loads(first), Path(folder))
         with forwarded_signals(share.children):

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from openpi_train import faults
+from openpi_train.faults import Restart
 from openpi_train.launch.ahead_of_start import RANK_VARIABLES, require_start
 from openpi_train.launch.options import Launch, at_least, option
 from openpi_train.launch.spec import LaunchError, check_arguments, check_variable, cpu_devices, without_going_back
@@ -224,6 +226,9 @@ def script(job: Slurm) -> str:
             *activate,
             "",
             f"max_restarts={job.max_restarts}",
+            # Of openpi_train/faults.py, for "$task".
+            f'export again=" {_words(Restart.SAME_HOSTS, Restart.OTHER_HOSTS)} " without_node={faults.HARDWARE}',
+            f'never=" {_words(Restart.NEVER, Restart.FEWER_HOSTS)} "',
             # What this script and its restarts remember.
             f'export job_files={shlex.quote(f"{job.absolute(job.output_dir)}/{job.name}_")}"$SLURM_JOB_ID"',
             _TASK,
@@ -233,6 +238,10 @@ def script(job: Slurm) -> str:
             _END,
         ]
     )
+
+
+def _words(*restarts: Restart) -> str:
+    return " ".join(str(code) for code in faults.codes_with(*restarts))
 
 
 def time_limit_s(text: str) -> int | None:
@@ -349,15 +358,16 @@ def _submit(file: Path, job: Slurm) -> str:
 
 
 _TASK = r"""
-# srun returns the highest exit code of its tasks, which should be the cause and not a consequence. So each
-# task raises its own: an error of the program (1 to 49) by 200, "lost a peer", "hardware has failed" and "saved and
-# stopped" (70, 71, 75) by 100. A task that was killed (129 and up) then counts only if there is no other cause. The
+# srun returns the highest exit code of its tasks, which should be the cause and not a consequence. So each task raises
+# its own: one after which the run starts again ("lost a peer", "saved and stopped") to 150 and above, the program's
+# other errors to 180 and above. A task that was killed (129 and up) then counts only if there is no other cause. The
 # program handles signals.
 task='trap : INT TERM USR1 USR2
     [ "$SLURM_PROCID" = 0 ] && export OPENPI_TRAIN_STATUS_FILE="$job_files.status.json"
     "$@"; code=$?
-    [ "$code" = 71 ] && echo "$SLURMD_NODENAME" >> "$job_files.failed_nodes"
-    case $code in 70|71|75) code=$((code + 100));; [1-9]|[1-4][0-9]) code=$((code + 200));; esac; exit "$code"'
+    [ "$code" = "$without_node" ] && echo "$SLURMD_NODENAME" >> "$job_files.failed_nodes"
+    case "$again" in *" $code "*) exit $((code + 80));; esac
+    [ "$code" -ge 1 ] && [ "$code" -le 75 ] && code=$((code + 180)); exit "$code"'
 
 # The time limit and `scancel --signal=TERM <job>` reach the tasks without this shell, `scancel --batch` only this
 # shell, which forwards it; not through srun, which would kill the tasks.
@@ -369,10 +379,7 @@ while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a signal interrupts 
 wait "$step"
 code=$?
 trap '' TERM USR1
-case $code in
-    170 | 171 | 175) code=$((code - 100)) ;;
-    20[1-9] | 2[1-4][0-9]) code=$((code - 200)) ;;
-esac
+if [ "$code" -gt 180 ]; then code=$((code - 180)); elif [ "$code" -ge 150 ]; then code=$((code - 80)); fi
 
 # slurmctld may be away for some minutes.
 patiently() {
@@ -387,8 +394,6 @@ last_saved=0 restarts=0
 saved=$(sed -n 's/.*"saved_step": \([0-9]*\).*/\1/p' "$job_files.status.json" 2>/dev/null)
 if [ "${saved:-0}" -gt "$last_saved" ]; then last_saved=$saved restarts=0; fi
 
-# 70: a process, the network or the file system was lost. 71: hardware has failed. 75: saved and stopped. 143: told to
-# stop before the program listened.
 avoid_failed_nodes() {  # only a pending job can be given nodes to avoid; one that needs all nodes gets them again
     failed=$(sort -u "$job_files.failed_nodes") others=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" \
         --states=idle,alloc,mix --format=%N | sort -u | grep -vxF "$failed" | wc -l)
@@ -398,8 +403,11 @@ avoid_failed_nodes() {  # only a pending job can be given nodes to avoid; one th
     fi
 }
 say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start $starts: exit code $code, $*"; }
-case $code in
-    70 | 71 | 75 | 143)
+# Codes above 128 are those of tasks that were killed: for memory, or told to stop before the program listened.
+case "$never" in *" $code "*) again="" ;; esac
+if [ "$code" -gt 128 ] && [ -n "$again" ]; then again=" $code "; fi
+case "$again" in
+    *" $code "*)
         state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
         if [ "$state" != RUNNING ]; then
             say "not requeued, since the job is being ended from outside (state: ${state:-unknown})"
@@ -409,7 +417,7 @@ case $code in
             say "requeueing"
             echo "$last_saved $((restarts + 1))" > "$job_files.restarts"
             patiently scontrol requeue "$SLURM_JOB_ID" || say "scontrol could not requeue it"
-            [ "$code" = 71 ] && avoid_failed_nodes
+            [ "$code" = "$without_node" ] && avoid_failed_nodes
         fi
         ;;
     *) say "the run has ended" ;;

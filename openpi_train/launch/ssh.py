@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import codes, remote
+from openpi_train import faults
+from openpi_train.launch import remote
 from openpi_train.launch.child import DRAIN_S, Child, Started
 from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
 from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
@@ -221,9 +222,9 @@ class Host(Started):
             lost[0].take(line, True)
         for record in lost:
             if self._running or code == _SSH_FAILED:
-                record.lose(codes.PEER_LOST)
+                record.lose(faults.PEER_LOST)
             else:
-                record.end(codes.USAGE)
+                record.end(faults.USAGE)
 
 
 def _name(host: str) -> str:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "OPENPI_TRAIN_STATUS_FILE"
+# The restarts in a row without a new checkpoint that a launcher allows which does not count them itself.
+MAX_RESTARTS_VARIABLE = "OPENPI_TRAIN_MAX_RESTARTS"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

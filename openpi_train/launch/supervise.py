@@ -1,7 +1,6 @@
 """Restart a run after a failure that a restart can fix. Read next: `processes.py`, which runs one start.
 
-After a killed process, a lost peer, or a stop requested by somebody else, the run continues from its last good
-checkpoint. Wrong flags, data, checkpoints and numbers would only fail again.
+The run continues from its last good checkpoint. Which faults these are: `../faults.py`.
 """
 
 import dataclasses
@@ -10,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openpi_train.launch import codes
+from openpi_train import faults
+from openpi_train.faults import Restart
 from openpi_train.launch.options import at_least, option
 from openpi_train.launch.processes import LaunchOutcome, stop_signals_to, tell
 from openpi_train.launch.spec import without_going_back
@@ -97,9 +97,9 @@ def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
 
 
 def can_be_mended(outcome: LaunchOutcome) -> bool:
-    """Whether a restart may help: after a lost peer, failed hardware, a stop requested elsewhere, a killing signal."""
-    killed = outcome.code > 128 and outcome.code != codes.INTERRUPTED
-    return not outcome.asked and (killed or outcome.code in (codes.PEER_LOST, codes.HARDWARE, codes.PREEMPTED))
+    """Whether a restart may help, by the table of faults; never after a stop that this launcher was asked for."""
+    fault = faults.fault_of(outcome.code)
+    return not outcome.asked and fault is not None and fault.restart in (Restart.SAME_HOSTS, Restart.OTHER_HOSTS)
 
 
 def resumed(arguments: tuple[str, ...], *, has_saved: bool = False) -> tuple[str, ...]:
@@ -121,7 +121,9 @@ def announcement(start: Start, outcome: LaunchOutcome, following: Start, rules: 
 
 def _one_less(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> tuple[str, ...]:
     """All hosts but one if the run cannot divide its batch over this many; otherwise none."""
-    if outcome.asked or outcome.code != codes.INDIVISIBLE or rules.min_hosts is None or len(hosts) <= rules.min_hosts:
+    fault = faults.fault_of(outcome.code)
+    too_many = fault is not None and fault.restart is Restart.FEWER_HOSTS and not outcome.asked
+    if not too_many or rules.min_hosts is None or len(hosts) <= rules.min_hosts:
         return ()
     return hosts[:-1]
 

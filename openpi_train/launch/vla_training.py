@@ -7,7 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from openpi_train.launch import codes, forms, guide_files
+from openpi_train import faults
+from openpi_train.launch import forms, guide_files
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
 from openpi_train.launch.this_host import this_host
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         config = given.config_path if given.dry_run else guide_files.required(given.config_path)
     except LaunchError as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
-        return codes.USAGE
+        return faults.USAGE
     share = this_host(
         # A process without GPUs of its own uses all of its host.
         processes=given.world_size or 1,

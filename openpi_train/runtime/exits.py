@@ -1,7 +1,4 @@
-"""Exit codes, an error class for each, and the guard around `main`. Read next: `world.py`.
-
-Launchers, the Slurm script and CI act on these numbers, so their meaning never changes.
-"""
+"""An error class for each exit code, and the guard around `main`. Read next: `../faults.py`, what follows from each."""
 
 import contextlib
 import faulthandler
@@ -13,21 +10,23 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from openpi_train.faults import (
+    BUG,
+    CHECKPOINT,
+    DATA,
+    DONE,
+    HARDWARE,
+    INDIVISIBLE,
+    INTERRUPTED,
+    NO_PROGRESS,
+    NUMBERS,
+    PEER_LOST,
+    PREEMPTED,
+    USAGE,
+)
 from openpi_train.runtime import logs
 
 logger = logging.getLogger(__name__)
-
-DONE = 0
-BUG = 1  # an unexpected exception: the traceback is the message
-USAGE = 2
-DATA = 3
-CHECKPOINT = 4
-NUMBERS = 5
-INDIVISIBLE = 6
-PEER_LOST = 70
-HARDWARE = 71
-PREEMPTED = 75
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 class RunError(Exception):
@@ -82,6 +81,12 @@ class HardwareError(RunError):
     """A device, or the host that holds it, has failed: a restart helps, best without this host."""
 
     exit_code = HARDWARE
+
+
+class NoProgress(RunError):
+    """The run was started again and again, and saved nothing new: it would go on so for ever."""
+
+    exit_code = NO_PROGRESS
 
 
 class Preempted(RunError):
@@ -140,7 +145,7 @@ _HARDWARE_SIGNS = (
 
 def exit_code_of(error: BaseException) -> int:
     """The exit code that tells a launcher what `error`, or one of its causes, means."""
-    for cause in _chain(error):
+    for cause in causes(error):
         if isinstance(cause, RunError):
             return cause.exit_code
         if isinstance(cause, KeyboardInterrupt):
@@ -235,7 +240,8 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, what it was raised from, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

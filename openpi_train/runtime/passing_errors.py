@@ -5,11 +5,12 @@ Read next: `exits.py`; `data/damage.py`, which tells such errors from damaged co
 
 import errno
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from openpi_train.runtime.exits import StorageError
+from openpi_train.runtime.exits import StorageError, causes
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,10 @@ PASSING = frozenset(
     )
     if hasattr(errno, name)  # EREMOTEIO is Linux's
 )
+# What passes once somebody has made room.
+_FULL = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
+# tensorstore, which reads and writes arrays, raises a ValueError that ends with this.
+_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
 # A failover takes one to five minutes; then a restart, perhaps on another host, is better.
 _LIMIT_S = 300.0
 _LONGEST_PAUSE_S = 30.0
@@ -28,20 +33,20 @@ Result = TypeVar("Result")
 
 
 def patiently(read: Callable[[], Result], what: str, *, limit_s: float = _LIMIT_S) -> Result:
-    """Call `read` again while it raises an OSError that may pass, with pauses of 1 to 30 s, and return its result.
+    """Call `read` again while it raises an error of a file that may pass, after 1 to 30 s, and return its result.
 
     Args: `what` is for messages: "reading /runs/x/100".
 
     Raises:
         StorageError: it still does after `limit_s`.
-        OSError: another one, at once.
+        OSError, ValueError: another one, at once.
     """
     begun, pause_s = time.monotonic(), 1.0
     while True:
         try:
             return read()
-        except OSError as error:
-            if error.errno not in PASSING:
+        except (OSError, ValueError) as error:
+            if _number(error) not in PASSING:
                 raise
             if time.monotonic() - begun + pause_s > limit_s:
                 raise StorageError(
@@ -51,3 +56,16 @@ def patiently(read: Callable[[], Result], what: str, *, limit_s: float = _LIMIT_
             logger.warning("%s failed, and is tried again in %.0f s: %s", what, pause_s, error)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def is_storage_fault(error: BaseException) -> bool:
+    """Whether the error, or one of its causes, is of a file system that fails or is full."""
+    return any(_number(cause) in PASSING | _FULL for cause in causes(error))
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error of a file; None if it is another kind of error."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _TENSORSTORE.search(str(error)) if isinstance(error, ValueError) else None
+    return int(found[1]) if found else None

@@ -24,12 +24,14 @@ import openpi_train
 from openpi_train.runtime import agree, compile_cache, phases, preempt, xla
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.heap import keep_freed_memory
+from openpi_train.runtime.listening import listen_host
+from openpi_train.runtime.open_files import allow_open_files
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.watchdog import Watchdog
-from openpi_train.runtime.world import World, listen_host, split_address
+from openpi_train.runtime.world import World, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def start(
     facts: Mapping[str, Any] | None = None,
     devices_per_process: int | None = None,
     timeouts: Timeouts | None = None,
+    shared_folder: Path | None = None,
 ) -> World:
     """Meet the other processes, start jax with them, and return `world` with the coordinator that is in use.
 
@@ -57,11 +60,13 @@ def start(
         facts: values that must be equal on all processes besides the code and the library versions: the configuration,
             as nested dictionaries of JSON values. A difference is reported by its path.
         timeouts: those of the run; None: the usual ones, and none on phases.
+        shared_folder: a folder that all processes see, for the secret by which they know each other, if no launcher
+            gave them one.
         devices_per_process: number of CPU devices to create; for runs without accelerators.
 
     Raises:
         UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be divided
-        equally.
+        equally, or this process may not open as many files as it needs.
         PeerLostError: a process did not come in time.
     """
     global _watchdog
@@ -76,13 +81,20 @@ def start(
         logger.info("environment: %s", line)
     if kind == "cpu":
         logger.info("environment: %s", keep_freed_memory(os.environ))
+    allow_open_files(world.process_index, world.process_count, cpu_collectives=kind == "cpu")
     compile_cache.use(kind)
     with preempt.stoppable_start():
         peers: list[Peer] = []
         if world.process_count > 1:
             with phase("meeting the other processes"):
                 everything = software() | flat_facts(facts or {})
-                peers = meet(world, everything, timeout_s=timeouts.rendezvous_s, cpu_collectives=kind == "cpu")
+                peers = meet(
+                    world,
+                    everything,
+                    timeout_s=timeouts.rendezvous_s,
+                    cpu_collectives=kind == "cpu",
+                    shared_folder=shared_folder,
+                )
         else:
             world = dataclasses.replace(world, coordinator=f"127.0.0.1:{_free_port()}")
             _send_in_memory_where_bits_allow()

@@ -12,6 +12,7 @@ from typing import Any
 
 from openpi_train.data.files import read_json
 from openpi_train.planning.gpu.run_account import RECORD
+from openpi_train.policy.experiment_json import recorded_json
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.goodput import read_account, share
 
@@ -28,11 +29,12 @@ class RunFiles:
 
     @classmethod
     def at(cls, path: Path) -> "RunFiles":
-        """The run at this path. Raises UsageError where there is none."""
+        """The run at this path. Raises UsageError where there is none, CheckpointError if its record is damaged."""
         if not (path / "experiment.json").is_file():
             raise UsageError(
                 f"{path} is not a run's directory (it has no experiment.json): name <base>/<experiment>/<name>"
             )
+        recorded_json(path)
         return cls(path.resolve())
 
     @property

@@ -43,8 +43,9 @@ def train(run: Run) -> TrainState:
         if save_is_due and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):
-                run.save(step, state)
-            save_is_due, saved = False, step
+                if run.save(step, state, is_last=stop or step == total):
+                    saved = step
+            save_is_due = False
         elif run.local_save_is_due(step) and can_be_saved:
             recorder.check()
             with recorder.paused("checkpoint"):

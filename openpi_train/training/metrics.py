@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
 from openpi_train.runtime.patient_file import PatientFile
+from openpi_train.training import fencing
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,10 @@ class Metrics:
     ):
         self._writers: list[Writer] = []
         self.wandb_id: str | None = None
+        self._directory = path = pathlib.Path(directory)
         if process_index != 0:
             return
-        path = pathlib.Path(directory)
+        fencing.require_owned(path)
         if tensorboard:
             self._writers.append(TensorBoard(path / "tensorboard", resume_step))
         if wandb_project is not None:
@@ -76,7 +78,9 @@ class Metrics:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None means
-        unknown."""
+        unknown. Raises UsageError, and writes nothing, if a newer start owns the run."""
+        if self._writers:
+            fencing.require_owned_if_readable(self._directory)
         numbers = {
             name: value if value is None or isinstance(value, int) else float(value) for name, value in values.items()
         }

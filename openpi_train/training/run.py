@@ -19,9 +19,12 @@ from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import agree, garbage, phases, preempt
+from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
 from openpi_train.runtime.phases import phase
+from openpi_train.training import crash_loop, fencing
 from openpi_train.training.best import held_out_loss, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.goodput import Goodput
@@ -40,6 +43,9 @@ from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace
 
 logger = logging.getLogger(__name__)
+
+# In a row: somebody may make room on the disk meanwhile.
+_MOST_FAILED_SAVES = 3
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -63,14 +69,18 @@ class Run:
     profiler: Profiler
     history: list[dict[str, Any]]
     goodput: Goodput | None = None
+    crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
     programs: Programs | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0
+    saved_step: int = 0
+    failed_saves: int = 0
     last_metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     warned: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
         self.step = int(self.state.step)
+        self.feed.reads_ahead = not self._is_careful()
 
     @phase("compiling the training step", abandonable=True)
     def compile_step(self, state: TrainState) -> StepFunction:
@@ -80,6 +90,7 @@ class Run:
         batches = batch_specs(self.experiment, self.data, self.experiment.batch_size)
         self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
         if jax.process_index() == 0:
+            fencing.require_owned(self.directory)
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
             write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
@@ -96,6 +107,8 @@ class Run:
     @contextlib.contextmanager
     def taking(self, step: int) -> Iterator[None]:
         """Wraps the loop's work for one step, without evaluating and saving."""
+        if self._is_careful() and jax.process_index() == 0:
+            crash_loop.record_step(self.directory, self.crash_loop, step, lambda: self.feed.rows(step - 1))
         with self.profiler.step(step):
             yield
         self._tell_traced(step)
@@ -114,9 +127,15 @@ class Run:
     def note(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record a step's metrics (device arrays), and show progress."""
         self.step = step
+        if self._is_careful():
+            jax.block_until_ready(metrics)
         self.recorder.add(step, metrics, self.programs and self.programs.last)
         phases.step_done(step)
         self.progress.advance(step, step_s=self.recorder.last_step_s())
+
+    def _is_careful(self) -> bool:
+        """Whether starts before this one have ended soon, and this one has not saved yet."""
+        return self.crash_loop.is_careful() and self.saved_step <= self.crash_loop.highest
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write one line of metrics; with several datasets it includes each one's realised share of the rows so far."""
@@ -222,15 +241,40 @@ class Run:
         )
 
     @phase("saving")
-    def save(self, step: int, state: TrainState) -> None:
-        """Start saving a checkpoint."""
-        stall_s = self.checkpoints.save(
-            state, norm_stats=self.data.norm_stats_json(), files=self.data.token_files, **self._saved_with()
-        )
+    def save(self, step: int, state: TrainState, *, is_last: bool = False) -> bool:
+        """Start saving a checkpoint; False if that, or the save before it, has failed, with a warning.
+
+        A run that stops (`is_last`), and one of which several saves in a row have failed, end with the error.
+        """
+        try:
+            if self.checkpoints.finish_former():
+                self.failed_saves = 0
+        except (CheckpointError, StorageError) as error:
+            # Of several processes the others wait in this save for the one that failed.
+            self._go_on_without(error, is_last=is_last or jax.process_count() > 1)
+        try:
+            stall_s = self.checkpoints.save(
+                state, norm_stats=self.data.norm_stats_json(), files=self.data.token_files, **self._saved_with()
+            )
+        except CheckpointError as error:  # on every process
+            self._go_on_without(error, is_last=is_last)
+            return False
+        if self._is_careful():
+            self.checkpoints.wait()
+        self.saved_step = step
+        self.feed.reads_ahead = not self._is_careful()
         status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
         self._account(step)
+        return True
+
+    def _go_on_without(self, error: RunError, *, is_last: bool) -> None:
+        """Warn of a failed save, or raise its error if there were too many in a row, or if it is the last."""
+        self.failed_saves += 1
+        if is_last or self.failed_saves >= _MOST_FAILED_SAVES:
+            raise error
+        logger.warning("%s. The run goes on without it; it ends after %d such in a row", error, _MOST_FAILED_SAVES)
 
     @phase("saving locally")
     def save_locally(self, step: int, state: TrainState) -> None:
@@ -281,6 +325,7 @@ class Run:
         bad_records = sum(agree.gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
         if jax.process_index() == 0 and not (keep_results and path.exists()):
+            fencing.require_owned(self.directory)
             self._tell_best()
             write_results(
                 path,

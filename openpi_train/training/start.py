@@ -29,6 +29,7 @@ from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training import crash_loop
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.documented_links import link_documented
@@ -58,7 +59,13 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
-    world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
+    world = session.start(
+        world,
+        facts=facts,
+        devices_per_process=devices_per_process,
+        timeouts=timeouts,
+        shared_folder=Path(experiment.checkpoint_base_dir),
+    )
     if experiment.resume and world.process_index == 0:
         phases.expect(read_longest(experiment.run_dir))
     with phase("preparing the run", abandonable=True):
@@ -68,7 +75,11 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
             logger.info("%s", collectives.line())
         run = start(settled, collectives)
     try:
-        with jax.set_mesh(run.trainer.plan.real_mesh), phase("training", of_steps=True):
+        with (
+            crash_loop.counting(run.directory),
+            jax.set_mesh(run.trainer.plan.real_mesh),
+            phase("training", of_steps=True),
+        ):
             if run.state.step < run.experiment.num_train_steps:
                 train(run)
             else:
@@ -106,9 +117,10 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         keep_period=experiment.keep_period,
         local_directory=experiment.local_checkpoints.dir,
     )
+    loop, older = crash_loop.begin(experiment, directory)
     feed = open_feed(experiment, trainer, data, directory)
     with jax.set_mesh(trainer.plan.real_mesh):
-        state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer)
+        state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer, older=older)
         evaluator = make_evaluator(experiment, trainer, data, directory)
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
@@ -132,6 +144,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         recorder=recorder,
         evaluator=evaluator,
         checkpoints=checkpoints,
+        crash_loop=loop,
         metrics=make_metrics(experiment, directory, feed, int(state.step), data.num_samples),
         progress=ProgressReport(
             experiment.num_train_steps, start_step=int(state.step), process_index=jax.process_index()
@@ -165,13 +178,22 @@ def first_state(
     checkpoints: Checkpoints,
     feed: Feed,
     tokenizer: str | None = None,
+    *,
+    older: int | None = None,
 ) -> tuple[TrainState, Mapping[str, Any]]:
     """With `--resume` the newest checkpoint, or that of `--resume-from`, and its `meta`; otherwise start weights or
-    random ones and an empty `meta`.
+    random ones and an empty `meta`. `older`: a checkpoint of the run to continue from instead of the newest.
     """
     found = dataclasses.asdict(resume_point(experiment)) if jax.process_index() == 0 else None
     point = ResumePoint(**agree.broadcast("where the run continues", found))
-    restored = checkpoints.restore(layout.abstract(), step=point.step) if experiment.resume else None
+    restored = None
+    if older is not None:
+        try:
+            restored = checkpoints.restore(layout.abstract(), step=older, later="passed-over")
+        except CheckpointError as error:
+            logger.warning("%s", error)
+    if experiment.resume and restored is None:
+        restored = checkpoints.restore(layout.abstract(), step=point.step)
     if experiment.resume and restored is None and point.other is None:
         logger.info("--resume: there is no checkpoint yet; starting from step 0")
     if restored is not None:

@@ -16,7 +16,7 @@ def stop_after(run: Run, step: int, state: TrainState, *, is_saved: bool) -> NoR
     if not is_saved:
         run.recorder.check()
         with run.recorder.paused("checkpoint"):
-            run.save(step, state)
+            run.save(step, state, is_last=True)
     run.finish()
     times = preempt.stop_times()
     took = f", {times.words()}" if times else ""

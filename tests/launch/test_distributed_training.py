@@ -5,7 +5,8 @@ import shlex
 import pytest
 from launch.test_forms import script
 
-from openpi_train.launch import codes, distributed_training, forms
+from openpi_train import faults
+from openpi_train.launch import distributed_training, forms
 
 CONFIG = "pi0/ript/config/distributed_train_pi0.yaml"
 DEBUG = "pi0/ript/config/debug_distributed_train.yaml"
@@ -83,7 +84,7 @@ def test_accelerators_have_device_files(file, tmp_path):
     ],
 )
 def test_what_is_missing_is_said(command, message, started, gpus, capsys):
-    assert distributed_training.main(shlex.split(command), devices=gpus) == codes.USAGE
+    assert distributed_training.main(shlex.split(command), devices=gpus) == faults.USAGE
     assert f"launch_distributed_training.sh: {message}" in capsys.readouterr().err and not started
 
 

@@ -348,7 +348,10 @@ sinfo() { printf 'node%s\n' 1 2 3 3; }
         ("exit 75", 75, 0, "", False),
         ("kill -TERM $$", 143, 0, "RUNNING", True),
         ("exit 71", 71, 0, "RUNNING", True),
-        ("kill -SEGV $$", 139, 0, "RUNNING", False),
+        ("exit 72", 72, 0, "RUNNING", False),
+        ("kill -SEGV $$", 139, 0, "RUNNING", True),
+        ("kill -KILL $$", 137, 0, "COMPLETING", False),
+        ("exit 130", 130, 0, "RUNNING", False),
     ],
 )
 def test_the_job_ends_with_the_runs_code_and_is_requeued_where_that_can_help(
@@ -393,7 +396,7 @@ def test_a_node_whose_hardware_has_failed_is_left_out_where_enough_others_are_th
 def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
     """srun ends with the highest code of its tasks. An error outranks a lost peer, which outranks a killed task."""
     codes = {}
-    for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5"):
+    for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5", "exit 72"):
         text = script(job_of(task, program=("bash", "-c"), output_dir=tmp_path))
         stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; echo "task $?"; }\n'
         environ = {**os.environ, "SLURM_JOB_ID": "1"}
@@ -401,7 +404,7 @@ def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
         codes[task] = int(done.stdout.partition("task ")[2].split()[0])
     assert codes["exit 0"] == 0
     ranked = sorted(codes, key=codes.__getitem__)
-    assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5"]
+    assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5", "exit 72"]
     assert max(codes.values()) <= 255
 
 

@@ -1,8 +1,6 @@
 import pytest
 
-from openpi_train.launch import codes
 from openpi_train.launch.spec import LaunchError, LaunchSpec, commands, share_of
-from openpi_train.runtime import exits
 
 
 def test_ranks_run_host_by_host():
@@ -49,8 +47,3 @@ def test_impossible_launches_are_refused(changes, message):
     fields = {"arguments": ("debug",), "processes_per_host": 1, **changes}
     with pytest.raises(LaunchError, match=message):
         LaunchSpec(**fields)
-
-
-def test_the_codes_are_those_of_the_runtime():
-    own = {name: code for name, code in vars(codes).items() if name.isupper()}
-    assert own == {name: getattr(exits, name) for name in own} and len(own) == 9

@@ -18,6 +18,7 @@ from openpi_train.data.files import write_json
 from openpi_train.data.interface import Data
 from openpi_train.experiment import EvalConfig
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import create_state
 from openpi_train.training.loop import train
@@ -102,6 +103,7 @@ def run(parts, tmp_path):
         progress=ProgressReport(STEPS),
         profiler=Profiler(tmp_path / "profile", 2, 1, recorder.wait),
         step=0,
+        crash_loop=CrashLoop(),
         catch_up=nothing,
         stop_requested=nothing,
         evaluate=lambda step, state: True,

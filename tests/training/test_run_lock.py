@@ -16,7 +16,7 @@ from openpi_train_configs.debug import debug
 from openpi_train.fields import as_json
 from openpi_train.runtime import locks, waiting
 from openpi_train.runtime.exits import USAGE, UsageError
-from openpi_train.training import run_lock
+from openpi_train.training import fencing, run_lock
 from openpi_train.training.rundir import open_run
 
 HOLD = """
@@ -67,7 +67,7 @@ def test_two_starts_of_a_new_run_are_kept_apart_too(other, tmp_path, monkeypatch
     monkeypatch.setattr(run_lock, "LIMIT_S", 0.0)
     with pytest.raises(UsageError, match="in use"):
         open_run(request(tmp_path))
-    assert [path.name for path in (tmp_path / "debug" / "x").iterdir()] == [run_lock.NAME]
+    assert {path.name for path in (tmp_path / "debug" / "x").iterdir()} == {run_lock.NAME, fencing.NAME}
 
 
 def test_a_killed_process_leaves_no_lock_behind(other, tmp_path, monkeypatch):

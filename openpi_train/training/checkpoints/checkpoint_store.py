@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from openpi_train.data.files import read_json, set_aside
+from openpi_train.data.files import read_json
 from openpi_train.interop.manifest import find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
@@ -39,13 +39,17 @@ from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import (
     HARDWARE,
     PEER_LOST,
+    USAGE,
     CheckpointError,
     HardwareError,
     PeerLostError,
+    StorageError,
+    UsageError,
     exit_code_of,
     reported_as,
 )
-from openpi_train.runtime.passing_errors import patiently
+from openpi_train.runtime.passing_errors import is_storage_fault, patiently
+from openpi_train.training import fencing
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
@@ -130,7 +134,8 @@ class Checkpoints:
             extra: further JSON values, such as the wandb run id.
 
         Raises:
-            CheckpointError: the former save failed, or the disk has no space. Older checkpoints are intact.
+            CheckpointError: the former save failed (StorageError: because of the file system), or, on every process,
+                the disk has no space. Older checkpoints are intact.
         """
         started = time.monotonic()
         step = int(state.step)
@@ -172,7 +177,7 @@ class Checkpoints:
         return time.monotonic() - started if source else None
 
     def restore(
-        self, abstract: TrainState, *, step: int | None = None, cast: bool = False
+        self, abstract: TrainState, *, step: int | None = None, cast: bool = False, later: str = "replaced"
     ) -> tuple[TrainState, dict[str, Any]] | None:
         """Restore the newest checkpoint that is complete on every process, with its `meta`; None if there is none.
 
@@ -183,6 +188,7 @@ class Checkpoints:
             abstract: shapes with dtypes and shardings (or arrays) of the result, independent of the
                 devices and processes that wrote the checkpoint.
             step: restore this one of the run directory, and set aside those after it; None: the newest.
+            later: what those set aside are called: `<step>.<later>-<time>`.
             cast: allow a dtype that differs from the saved one.
 
         Raises:
@@ -207,17 +213,16 @@ class Checkpoints:
             self.copy_is_missing = step not in complete
         else:
             return None
-        items = (
-            place(local.pieces, wanted)
-            if local
-            else {item: _read_item(directory / item, leaves) for item, leaves in wanted.items()}
-        )
+        if local:
+            items = place(local.pieces, wanted)
+        else:
+            items = patiently(functools.partial(_read_items, directory, wanted), f"reading {directory}")
         self._saved_step = None if self.copy_is_missing else step
         if self._local:
             self._local.settle(local.step if local else None)
         if self._is_writer:
             if is_given:
-                self._dirs.leave_after(step)
+                self._dirs.leave_after(step, later)
             self._dirs.link_latest()
         logger.info("restored checkpoint %d from %s in %.1f s", step, directory, time.monotonic() - started)
         return state_from_items(items, abstract, self._public_name), meta
@@ -245,6 +250,15 @@ class Checkpoints:
     def step_dir(self, step: int) -> pathlib.Path:
         """The directory of the checkpoint of `step`."""
         return self._dirs.path(step)
+
+    def finish_former(self) -> bool:
+        """Wait until the last save is complete, and return whether there was one to wait for.
+
+        Raises CheckpointError or StorageError if it failed, on the process where it did.
+        """
+        was_pending = self._pending is not None
+        self._finish_pending()
+        return was_pending
 
     def wait(self) -> None:
         """Wait until the last save is complete on all processes. Raises CheckpointError if it failed."""
@@ -312,11 +326,15 @@ class Checkpoints:
 
     def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
         self._saved_step = None
+        if self._is_writer and cause is not None:
+            fencing.require_owned(self.directory)  # a newer start removes what it finds half saved
         if self._local:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
-        # Of a lost process the watchdog knows the reason; a failed device is no fault of the checkpoint either.
-        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError}
-        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), CheckpointError)
+        # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
+        # newer start of the run.
+        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError, USAGE: UsageError}
+        otherwise = StorageError if cause is not None and is_storage_fault(cause) else CheckpointError
+        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), otherwise)
         raise kind(problem) from cause
 
     def _write(
@@ -334,7 +352,7 @@ class Checkpoints:
             return
         beside(draft)
         write_manifest(draft)
-        draft.rename(self.step_dir(step))  # a directory with a number as its name is always complete
+        self._dirs.commit(step)
         preempt.note_save(step, time.monotonic() - started)
         self._dirs.note_complete(step)
 
@@ -383,14 +401,17 @@ class Checkpoints:
             logger.warning("falling back to checkpoint %s; steps after it are trained again", chosen or above)
         if self._is_writer:
             for step in damaged:
-                set_aside(self.step_dir(step), "damaged")
+                self._dirs.set_aside_damaged(step)
         return chosen
 
 
-def _read_item(directory: pathlib.Path, wanted: Leaves) -> Leaves:
-    """The item's arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
-    found = open_item(Place.of(directory))
-    return {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in wanted.items()}
+def _read_items(directory: pathlib.Path, wanted: Mapping[str, Leaves]) -> dict[str, Leaves]:
+    """The items' arrays, with the dtypes and shardings of `wanted` (by path). Each process reads its own shards."""
+    items = {}
+    for item, leaves in wanted.items():
+        found = open_item(Place.of(directory / item))
+        items[item] = {path: on_devices(found[path], leaf.dtype, leaf.sharding) for path, leaf in leaves.items()}
+    return items
 
 
 def _megabytes(size: int) -> str:

@@ -127,7 +127,7 @@ def test_an_error_before_the_first_array_is_written_is_raised_by_the_next_call(t
 
     monkeypatch.setattr(ocp.AsyncCheckpointer, "save", fail)
     checkpoints.save(make_state(1), **SAVED_WITH)
-    with pytest.raises(CheckpointError, match=r"saving checkpoint 1 failed: OSError.*Input/output error"):
+    with pytest.raises(StorageError, match=r"saving checkpoint 1 failed: OSError.*Input/output error"):
         checkpoints.save(make_state(2), **SAVED_WITH)
     monkeypatch.undo()
     checkpoints.save(make_state(3), **SAVED_WITH)
@@ -440,7 +440,7 @@ def test_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monkeyp
 
     monkeypatch.setattr(checkpoint_store, "write_manifest", fail)
     checkpoints.save(make_state(2), **SAVED_WITH)
-    with pytest.raises(CheckpointError, match=r"saving checkpoint 2 failed: OSError.*No space left"):
+    with pytest.raises(StorageError, match=r"saving checkpoint 2 failed: OSError.*No space left"):
         checkpoints.wait()
     monkeypatch.undo()
     assert checkpoints.steps() == [1]
