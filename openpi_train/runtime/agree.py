@@ -51,6 +51,7 @@ def process_0_first(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator
         barrier(f"process 0 {what}", timeout_s)
 
 
+@phases.point()
 def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
     """Return process 0's `value` on every process; values of the others are ignored.
 

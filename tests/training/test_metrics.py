@@ -87,6 +87,28 @@ def test_resume_after_a_kill_removes_the_torn_last_line(tmp_path):
     assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"step": 2\n'
 
 
+def test_a_resume_reads_only_the_end_of_a_long_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(20_000)))
+    seen = []
+    real = metrics.lines_from_the_end
+    monkeypatch.setattr(files, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
+    Metrics(tmp_path, process_index=0, resume_step=19_990).close()
+    assert len(seen) == 10
+    assert path.read_text().splitlines()[-1] == '{"step": 19990, "loss": 1.0}'
+    cut = [json.loads(line)["step"] for line in (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()]
+    assert cut == list(range(19_991, 20_000))
+
+
+def test_a_last_line_without_its_end_is_kept_and_ended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    written = Metrics(tmp_path, process_index=0, resume_step=2)
+    written.log(3, {"loss": 1.0})
+    written.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 1.0}\n'
+
+
 def test_resume_with_nothing_to_cut_leaves_the_file_alone(tmp_path):
     write(tmp_path, [10])
     write(tmp_path, [20], resume_step=10)
@@ -102,7 +124,7 @@ def test_only_process_0_writes(tmp_path):
 
 
 def scalars(directory):
-    """Step, name and value of everything in a run's event files."""
+    """Step, name and value of everything in a run's event metrics."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
     for path in (directory / "tensorboard").iterdir():

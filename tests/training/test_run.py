@@ -20,10 +20,12 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
     file = tmp_path / "status.json"
     monkeypatch.setenv(status.VARIABLE, str(file))
     saving = types.SimpleNamespace(save=lambda state, **_: 0.5, save_locally=lambda state, **_: 0.5)
+    saving.finish_former = lambda: False
     local = types.SimpleNamespace(local_checkpoints=types.SimpleNamespace(dir="/local"))
     data = types.SimpleNamespace(norm_stats_json=dict, token_files={})
     run = types.SimpleNamespace(checkpoints=saving, data=data, _saved_with=dict, directory="/runs/x", experiment=local)
     run.metrics, run._account = types.SimpleNamespace(log=lambda step, values: None), lambda step: None
+    run._is_careful, run.feed = lambda: False, types.SimpleNamespace()
     save(run, 30, None)
     assert status.read(file) == Status(saved_step=30)
     save_locally(run, 33, None)

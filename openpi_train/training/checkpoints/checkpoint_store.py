@@ -351,9 +351,9 @@ class Checkpoints:
         if not self._is_writer:
             return
         beside(draft)
-        write_manifest(draft)
+        size = write_manifest(draft)
         self._dirs.commit(step)
-        preempt.note_save(step, time.monotonic() - started)
+        preempt.note_save(step, time.monotonic() - started, size)
         self._dirs.note_complete(step)
 
     def _damage(self, step: int) -> str:
