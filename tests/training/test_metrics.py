@@ -92,7 +92,7 @@ def test_a_resume_reads_only_the_end_of_a_long_file(tmp_path, monkeypatch):
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(20_000)))
     seen = []
     real = metrics.lines_from_the_end
-    monkeypatch.setattr(files, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
+    monkeypatch.setattr(metrics, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
     Metrics(tmp_path, process_index=0, resume_step=19_990).close()
     assert len(seen) == 10
     assert path.read_text().splitlines()[-1] == '{"step": 19990, "loss": 1.0}'
