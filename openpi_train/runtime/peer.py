@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from openpi_train.runtime.lines import read_line, send_line
 
@@ -35,6 +36,8 @@ class PeerStatus:
     idle_s: float
     limit_s: float | None
     points: int = 0
+    times: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """`StepTimes` of the process."""
     where: str = ""
 
     def words(self) -> str:

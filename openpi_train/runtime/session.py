@@ -29,6 +29,7 @@ from openpi_train.runtime.open_files import allow_open_files
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
+from openpi_train.runtime.step_times import StepTimes
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.watchdog import Watchdog
 from openpi_train.runtime.world import World, is_restart, split_address
@@ -122,6 +123,11 @@ def stop(timeout_s: float = Timeouts.finish_s) -> None:
         jax.distributed.shutdown()
     if _watchdog is not None:
         _watchdog.close()
+
+
+def told_times() -> dict[str, StepTimes]:
+    """What each process has told of its steps, by its name; empty if this is not process 0."""
+    return {} if _watchdog is None else _watchdog.told_times()
 
 
 def software() -> dict[str, str]:

@@ -12,6 +12,7 @@ ends the process with a `std::bad_cast` before any Python runs: seen with jaxlib
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -23,9 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from openpi_train.runtime import exits, logs, phases
+from openpi_train.runtime import exits, logs, phases, step_times
 from openpi_train.runtime.exits import DONE, PEER_LOST, PREEMPTED
 from openpi_train.runtime.peer import Ending, Peer, PeerStatus
+from openpi_train.runtime.step_times import StepTimes
 from openpi_train.runtime.waiting import Timeouts, duration
 
 logger = logging.getLogger(__name__)
@@ -155,6 +157,13 @@ class Watchdog:
             self._restore_abort()
         self._say_last(Ending(DONE, "done"))
 
+    def told_times(self) -> dict[str, StepTimes]:
+        """What each process has told of its steps, this one included; empty if this is not process 0."""
+        if not self._is_process_0:
+            return {}
+        told = {peer.who: StepTimes(**peer.status.times) for peer in self._peers if peer.status is not None}
+        return {self._who: step_times.own(), **told}
+
     @contextlib.contextmanager
     def limit(self, limit_s: float, reason: str) -> Iterator[None]:
         """End the process with code 70 and `reason` if the block takes longer than `limit_s`."""
@@ -221,6 +230,7 @@ class Watchdog:
             idle_s=idle_s,
             limit_s=phases.limit_s(),
             points=phases.points(),
+            times=dataclasses.asdict(step_times.own()),
             where=_where() if idle_s > self._beat_s else "",
         )
 

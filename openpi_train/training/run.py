@@ -18,7 +18,7 @@ from openpi_train.launch import status
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
-from openpi_train.runtime import agree, garbage, phases, preempt
+from openpi_train.runtime import agree, garbage, phases, preempt, session
 from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
 from openpi_train.runtime.phases import phase
 from openpi_train.training import crash_loop, fencing
@@ -38,6 +38,7 @@ from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
 from openpi_train.training.settle import batch_specs
+from openpi_train.training.slow_hosts import SlowHosts
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace
@@ -68,6 +69,7 @@ class Run:
     progress: ProgressReport
     profiler: Profiler
     history: list[dict[str, Any]]
+    slow_hosts: SlowHosts = dataclasses.field(default_factory=SlowHosts)
     crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
     goodput: Goodput | None = None
     programs: Programs | None = None
@@ -89,6 +91,7 @@ class Run:
         self.feed.start()  # data workers start meanwhile
         batches = batch_specs(self.experiment, self.data, self.experiment.batch_size)
         self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
+        self.programs.lateness = self.recorder.lateness
         if jax.process_index() == 0:
             fencing.require_owned(self.directory)
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
@@ -148,6 +151,8 @@ class Run:
             self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
+        for line in self.slow_hosts.look(session.told_times(), values["time/step_s"] or 0.0):
+            logger.warning("%s", line)
         for sentence in self.trainer.objective.warnings(values):
             if sentence not in self.warned:
                 self.warned.add(sentence)

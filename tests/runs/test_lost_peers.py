@@ -127,3 +127,13 @@ def test_a_save_that_fails_on_one_process_ends_all_for_a_restart(tmp_path):
         assert run.codes(480) == [PEER_LOST, PEER_LOST], run.said()
         assert re.search(r"E saving checkpoint 10 failed: ", run.outputs[0].read_text())
         assert re.search(r"process 0 on .* ended with code 70 .*saving checkpoint 10 failed", run.log(1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("is slow", "waits for data"), ("is busy", "is busy in its own code on the processor")]
+)
+def test_a_process_for_which_all_wait_is_named_with_what_it_waits_for(tmp_path, fault, cause):
+    with Processes(tmp_path, 4, "--batch-size", "8", "--log-interval", "10", "--data.fault", fault) as run:
+        line = re.compile(rf"W (process \d) on {HOST} holds up the others by \d+ ms of \d+ ms a step: it (.*)")
+        run.wait(lambda: line.search(run.outputs[0].read_text()) is not None, 240)
+        assert line.findall(run.outputs[0].read_text()) == [("process 1", cause)]
