@@ -390,5 +390,13 @@ def of_one_length(experiment: Experiment, argv: Sequence[str]) -> Experiment:
     return dataclasses.replace(experiment, num_epochs=None) if "--num-train-steps" in flags else experiment
 
 
+def with_own_warmup(experiment: Experiment, argv: Sequence[str]) -> Experiment:
+    """The experiment, which may shorten its own warm-up in a short run, but not one of the command line."""
+    flags = {word.split("=", 1)[0].replace("_", "-") for word in argv}
+    if experiment.lr_schedule.decay_steps is not None or "--lr-schedule.warmup-steps" in flags:
+        return experiment
+    return dataclasses.replace(experiment, lr_schedule=dataclasses.replace(experiment.lr_schedule, shorten_warmup=True))
+
+
 def _are_nested(one: Path, other: Path) -> bool:
     return one.is_relative_to(other) or other.is_relative_to(one)

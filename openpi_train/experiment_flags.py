@@ -40,7 +40,7 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
     flag, naming the closest ones; raises UnknownName for an unknown experiment."""
     from openpi_train import choice, registry
     from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields, parse_known
-    from openpi_train.experiment import Experiment, of_one_length
+    from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
     from openpi_train.interop.huggingface import named_model
     from openpi_train.models.language_part import language_of
     from openpi_train.optim import named_optimizer
@@ -85,7 +85,7 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
         if language is None or not goes_on or language.path != model_path:
             language = named_model(model_path)
         default = choice.on_model(default, language)
-    default = choice.with_rewards(of_one_length(default, argv), argv)
+    default = choice.with_rewards(with_own_warmup(of_one_length(default, argv), argv), argv)
     # Blank lines between lines, which the help would join otherwise.
     about = registry.description(name).replace("\n", "\n\n")
     if shows_help:  # also shows the flags that have been removed

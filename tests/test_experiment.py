@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import toy
 
-from openpi_train import registry
+from openpi_train import cli, registry
 from openpi_train.experiment import Experiment, LocalCheckpoints
 from openpi_train.fields import as_json
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -138,3 +138,14 @@ def test_json_names_the_class_of_every_part(experiment):
     value = as_json(experiment)
     assert value["model"]["__class__"] == "Pi0Config"
     assert value["data"]["datasets"][0]["robot"]["__class__"] == "Bridge"
+
+
+def test_a_named_experiment_shortens_its_own_warm_up_and_not_the_users():
+    """robot_dp_14 warms up for 500 steps, and has no number of steps in which its rate falls."""
+
+    def short(*flags):
+        given = cli.parse_experiment("robot_dp_14", ["--exp-name", "x", "--num-train-steps", "132", *flags])
+        return given.lr_schedule.over(132).warmup_steps, given.lr_schedule.check(132)
+
+    assert short() == (13, []) and short("--lr-schedule.warmup-steps=40") == (40, [])
+    assert "warmup_steps 500" in short("--lr_schedule.warmup_steps", "500")[1][0]

@@ -19,6 +19,7 @@ from openpi_train.data.normalize import Form
 from openpi_train.data.source import SourceConfig
 from openpi_train.fields import at_least
 from openpi_train.robots.robot import Robot
+from openpi_train.runtime.exits import DataError, Together, reported_as
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,13 @@ class DataConfig(Data):
     def examine(self, model: RowModel) -> list[str]:
         from openpi_train.data.examination import examine, examine_files  # which imports this module
 
-        notes = examine(self, model.window) + examine_files(self, model)
-        self.check_dims(model)
+        together, notes = Together(), []
+        for looked_at in (lambda: examine(self, model.window), lambda: examine_files(self, model)):
+            with together:
+                notes += looked_at()
+        with together, reported_as(DataError):
+            self.check_dims(model)
+        together.raise_all()
         return notes
 
     def batch_spec(self, model: RowModel, batch_size: int) -> Any:

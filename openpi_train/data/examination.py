@@ -10,16 +10,20 @@ from openpi_train.data.model import RowModel
 from openpi_train.data.normalize import read_norm_stats
 from openpi_train.data.tokens import open_tokenizer
 from openpi_train.data.windows import Windows, WindowShape
-from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.exits import DataError, Together, reported_as
 
 
 def examine(config: DataConfig, shape: WindowShape) -> list[str]:
     """Raise what opening the datasets would, and return a sentence for each that cannot be looked at yet.
 
     Nothing is written. Of a dataset without an index only the columns' shapes are compared with the robot's, if its
-    metadata have them. Raises FileNotFoundError or ValueError.
+    metadata have them. Raises DataError, for all datasets.
     """
-    found = [_examine(dataset, config, shape) for dataset in config.datasets]
+    together, found = Together(), []
+    for dataset in config.datasets:
+        with together, reported_as(DataError):
+            found.append(_examine(dataset, config, shape))
+    together.raise_all()
     return [sentence for sentence in found if sentence]
 
 
@@ -49,11 +53,20 @@ def _examine(dataset: Dataset, config: DataConfig, shape: WindowShape) -> str:
 def examine_files(config: DataConfig, model: RowModel) -> list[str]:
     """Raise what reading given norm stats and the tokenizer would, and say if the tokenizer is still on the hub.
 
-    Raises FileNotFoundError, ValueError, UsageError or DataError.
+    Raises UsageError or DataError, for all of them.
     """
+    together, notes = Together(), []
     for dataset in config.datasets:
-        if dataset.norm_stats is not None:
-            read_norm_stats(dataset.norm_stats)
+        with together, reported_as(DataError):
+            if dataset.norm_stats is not None:
+                read_norm_stats(dataset.norm_stats)
+    with together, reported_as(DataError):
+        notes = _examine_tokenizer(config, model)
+    together.raise_all()
+    return notes
+
+
+def _examine_tokenizer(config: DataConfig, model: RowModel) -> list[str]:
     if any(embedded.missing(dataset.source.location) for dataset in config.datasets):
         return []  # its tokenizer is written with it
     name = config.tokenizer

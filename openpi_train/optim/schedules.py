@@ -12,8 +12,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
+from openpi_train.fields import setting
+
 ScheduleKind = Literal["constant", "linear", "cosine", "rsqrt", "wsd"]
 Tail = Literal["linear", "cosine", "1-sqrt"]
+_FALLING = ("linear", "cosine", "wsd")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,9 @@ class LRSchedule:
     warmup_steps: int = 1_000
     # The warm-up as a fraction of num_train_steps, instead of warmup_steps.
     warmup_ratio: float | None = None
+    # Shorten a warm-up that fills a run whose decay ends with it to a tenth of its steps, with a warning, instead of
+    # refusing it. A named experiment does, unless --lr-schedule.warmup-steps is given.
+    shorten_warmup: bool = setting(False, on_resume="accept")
     # linear, or DeepSpeed's log: the share log(step + 1) / log(warmup_steps) of the way.
     warmup_shape: Literal["linear", "log"] = "linear"
     # The rate at step 0; None: peak_lr / (warmup_steps + 1).
@@ -56,6 +62,9 @@ class LRSchedule:
             changes |= {"warmup_steps": math.ceil(self.warmup_ratio * num_train_steps), "warmup_ratio": None}
         if self.decay_steps is None:
             changes |= {"decay_steps": num_train_steps}
+            fills = self.kind in _FALLING and self.warmup_steps >= num_train_steps
+            if fills and self.shorten_warmup and self.warmup_ratio is None:
+                changes |= {"warmup_steps": num_train_steps // 10}
         return dataclasses.replace(self, **changes)
 
     def in_words(self, num_train_steps: int) -> str:
@@ -93,7 +102,7 @@ class LRSchedule:
 
     def _check_decay(self) -> list[str]:
         problems = []
-        falls = self.kind in ("linear", "cosine", "wsd")
+        falls = self.kind in _FALLING
         steps = self.decay_steps or 0
         if falls and steps <= self.warmup_steps:
             problems.append(

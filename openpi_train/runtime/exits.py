@@ -105,6 +105,37 @@ def reported_as(kind: type[RunError]) -> Iterator[None]:
         raise kind(str(error)) from error
 
 
+class Together:
+    """Errors that are told together: `with together:` around each check, then `raise_all()`."""
+
+    def __init__(self):
+        self.errors: list[RunError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Keep a RunError. After one, what else a check raises follows from it and is dropped."""
+        if isinstance(error, RunError):
+            self.errors.append(error)
+            return True
+        return bool(self.errors) and isinstance(error, Exception)
+
+    def raise_all(self) -> None:
+        """Raise what was kept, as one error of the first one's kind; those of few lines come first."""
+        if len(self.errors) <= 1:
+            for error in self.errors:
+                raise error
+            return
+        ordered = sorted(self.errors, key=lambda error: str(error).count("\n"))
+        texts = list(dict.fromkeys(map(str, ordered)))
+        told = [text for text in texts if not any(text != other and text in other for other in texts)]
+        # Indivisible alone says that fewer hosts help.
+        first = next((error for error in ordered if not isinstance(error, IndivisibleError)), ordered[0])
+        kind = next((kind for kind in (DataError, CheckpointError) if isinstance(first, kind)), UsageError)
+        raise kind("\n".join(told)) from first
+
+
 # What gloo, NCCL and jax's coordination service write when a peer is gone (gloo's arrive as a builtin ValueError).
 _PEER_LOST_SIGNS = (
     "Gloo all-",

@@ -9,41 +9,42 @@ from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.launch.ahead_of_start import BATCH_LINE
 from openpi_train.planning.memory import GIB, require
-from openpi_train.runtime.exits import DataError, reported_as
+from openpi_train.runtime.exits import Together
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.metrics import require_writers
-from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.prepare import Prepared, prepare_without_data
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins, check_run, devices_at_first
-from openpi_train.training.start_check import check_start_weights
+from openpi_train.training.start_check import check_files, examine_data
 
 
 def check_ahead(given: Experiment, num_devices: int) -> int:
     """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
     experiment, _ = adapt(given, num_devices, devices_at_first(given))
+<<<<<<< HEAD
     experiment.check(num_devices)
     print(f"{BATCH_LINE}{experiment.batch_size}")
     check_run(given)
+=======
+    together = Together()
+    with together:
+        experiment.check(num_devices)
+    with together:
+        check_run(given)
+    check_files(given, experiment, together)
+    notes = examine_data(experiment, together)
+    together.raise_all()
+>>>>>>> h6
     if not begins(given):
         print(f"it goes on with the run in {given.run_dir}; for a new run give another --exp-name")
-    for note in _refused_without_devices(given, experiment):
+    for note in notes:
         print(f"not checked: {note}")
     return 0
-
-
-def _refused_without_devices(given: Experiment, experiment: Experiment) -> list[str]:
-    """Raise what a start of `given`, as `experiment`, would whatever the devices; returns what was not looked at."""
-    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
-    if begins(given):
-        check_start_weights(experiment)
-    with reported_as(DataError):
-        return experiment.data.examine(experiment.model)
 
 
 def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
     """Print what the run needs on this process's devices and what there is; allocates and writes nothing.
 
-    Raises what a start would: the run directory, start weights, packages and datasets are looked at, too. What takes
+    Raises all that a start would: run directory, start weights, packages and datasets are looked at, too. What takes
     long to find out is named instead.
     """
     world = find_world(flags, os.environ)
@@ -52,9 +53,28 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     given = experiment
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     print("\n".join(lines))
-    experiment.check(jax.device_count())
-    check_run(given)
-    prepared = prepare_without_data(experiment, world)
+    together = Together()
+    with together:
+        experiment.check(jax.device_count())
+    with together:
+        check_run(given)
+    if not together.errors:
+        with together:
+            _tell_sizes(experiment, prepare_without_data(experiment, world))
+    check_files(given, experiment, together)
+    notes = examine_data(experiment, together)
+    together.raise_all()
+    if experiment.num_epochs is None:  # else the length in steps is known when the data are open
+        for line in unfit_for_length(experiment):
+            print(f"warning: {line}")
+    print("fits")
+    for note in notes:
+        print(f"not checked: {note}")
+    return 0
+
+
+def _tell_sizes(experiment: Experiment, prepared: Prepared) -> None:
+    """Print the parameters, and the memory by its uses. Raises DoesNotFit."""
     memory = prepared.memory
     counts = {
         "parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.params.values()),
@@ -65,11 +85,3 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
         print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
     require(memory, prepared.available_bytes, jax.device_count(), experiment)
-    notes = _refused_without_devices(given, experiment)
-    if experiment.num_epochs is None:  # else the length in steps is known when the data are open
-        for line in unfit_for_length(experiment):
-            print(f"warning: {line}")
-    print("fits")
-    for note in notes:
-        print(f"not checked: {note}")
-    return 0

@@ -19,6 +19,11 @@ def _of_rates(experiment: Experiment) -> list[str]:
     schedule, steps = experiment.lr_schedule.over(experiment.num_train_steps), experiment.num_train_steps
     if schedule.peak_lr == 0:
         return ["--lr-schedule.peak-lr 0: no step changes a parameter; give a rate above 0"]
+    if experiment.lr_schedule.warmup_ratio is None and schedule.warmup_steps < experiment.lr_schedule.warmup_steps:
+        return [
+            f"the warm-up of {experiment.lr_schedule.warmup_steps} steps fills this run of {steps}: it is shortened to "
+            f"{schedule.warmup_steps} (--lr-schedule.warmup-steps sets another)"
+        ]
     if schedule.warmup_steps >= steps:
         last = float(learning_rate(schedule.create(), steps - 1)) / schedule.peak_lr
         return [

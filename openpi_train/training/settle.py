@@ -17,12 +17,17 @@ from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.planning.memory import require
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.exits import DataError, Together
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
-from openpi_train.training.prepare import Prepared, examine, prepare, require_state, with_checked_attention
+from openpi_train.training.prepare import Examined, Prepared, examine, prepare, require_state, with_checked_attention
 from openpi_train.training.resume_point import begun
+<<<<<<< HEAD
 from openpi_train.training.rundir import check_run, devices_at_first, use_first_commits
+=======
+from openpi_train.training.rundir import check_run, devices_at_first
+from openpi_train.training.start_check import check_files, examine_data
+>>>>>>> h6
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +60,7 @@ def settle(given: Experiment, world: World) -> Settled:
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     for line in lines:
         logger.info("%s", line)
-    experiment.check(jax.device_count())
-    check_run(given)  # what differs from a run that goes on is told before it is planned
-    examined = examine(experiment, world)
-    experiment = with_checked_attention(experiment)
-    require_state(experiment, examined)
+    experiment, examined = _examined(given, experiment, world)
     data = open_in_turn(experiment)
     if given.num_epochs is not None:
         found = begun(given) if jax.process_index() == 0 else None
@@ -70,6 +71,29 @@ def settle(given: Experiment, world: World) -> Settled:
     prepared = prepare(experiment, examined, lambda num_rows: batch_specs(experiment, data, num_rows)[-1])
     require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
     return Settled(given=given, data=data, prepared=prepared)
+
+
+def _examined(given: Experiment, experiment: Experiment, world: World) -> tuple[Experiment, Examined]:
+    """The experiment with an attention that is right here, and its state on these devices.
+
+    Raises what is known to be wrong before the data are open, all of it together. The data are only looked at then.
+    """
+    together, examined = Together(), None
+    with together:
+        experiment.check(jax.device_count())
+    with together:
+        check_run(given)  # what differs from a run that goes on is told before it is planned
+    if not together.errors:
+        with together:
+            examined = examine(experiment, world)
+            experiment = with_checked_attention(experiment)
+            require_state(experiment, examined)
+    check_files(given, experiment, together)
+    if together.errors:
+        examine_data(experiment, together)
+    together.raise_all()
+    assert examined is not None, "its error was raised"
+    return experiment, examined
 
 
 def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> list[Any]:
@@ -85,9 +109,20 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
     Raises DataError with what to do, also if processes find rows of different shapes (another tokenizer, or other
     instructions).
     """
+<<<<<<< HEAD
     limit_s = experiment.timeouts.data_s
     with phase("opening the data", least_s=limit_s), agree.process_0_first("has opened the data", limit_s):
         data = experiment.open_data()
+=======
+    with agree.process_0_first("has opened the data", experiment.timeouts.data_s):
+        together, data = Together(), None
+        with together:
+            data = experiment.open_data()
+        if data is None:
+            examine_data(experiment, together)  # to tell what is wrong with the other datasets, too
+        together.raise_all()
+        assert data is not None, "its error was raised"
+>>>>>>> h6
     shapes = agree.gather("the shapes of a row", data.row_shapes)
     for index, other in enumerate(shapes):
         if other != shapes[0]:

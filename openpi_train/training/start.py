@@ -37,16 +37,19 @@ from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.goodput import Goodput, read_longest
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
-from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
+from openpi_train.training.metrics import Metrics, read_evaluations
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
+<<<<<<< HEAD
 from openpi_train.training.rundir import begins, check_commits, last_devices, open_run, record_start
+=======
+from openpi_train.training.rundir import open_run, record_start
+>>>>>>> h6
 from openpi_train.training.settle import Settled, settle
-from openpi_train.training.start_check import check_start_weights
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
@@ -109,9 +112,6 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     """Open the run's directory, make its state, and put all parts together. Every process must call it."""
     experiment, data = settled.experiment, settled.data
     trainer, layout = settled.prepared.trainer, settled.prepared.layout
-    require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
-    if begins(settled.given):
-        check_start_weights(experiment)  # wrong ones leave no run's directory behind
     directory = open_run(settled.given).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)

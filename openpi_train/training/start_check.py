@@ -1,11 +1,32 @@
-"""What is wrong with start weights, before anything of a run is written. Read next: `interop/weights.py`."""
+"""What is wrong with the files and packages that a start needs, before anything of a run is written.
+
+Read next: `interop/weights.py`, `settle.py` and `rehearsal.py`, which call it.
+"""
 
 from openpi_train.experiment import Experiment
 from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.objectives.objective import Objective
-from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
+from openpi_train.runtime.exits import CheckpointError, DataError, Together, UsageError, reported_as
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.flow import FlowSampler
+from openpi_train.training.metrics import require_writers
+from openpi_train.training.rundir import begins
+
+
+def check_files(given: Experiment, experiment: Experiment, together: Together) -> None:
+    """Keep what is wrong with packages and start weights of `given`, as `experiment`."""
+    with together:
+        require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
+    with together:
+        if begins(given):
+            check_start_weights(experiment)
+
+
+def examine_data(experiment: Experiment, together: Together) -> list[str]:
+    """Keep what is soon found wrong with the data; returns what was not looked at."""
+    with together, reported_as(DataError):
+        return experiment.data.examine(experiment.model)
+    return []
 
 
 def check_start_weights(experiment: Experiment) -> None:

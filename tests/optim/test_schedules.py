@@ -105,6 +105,16 @@ def test_ratio_and_missing_end_follow_the_length_of_the_run():
     assert LRSchedule().over(123) == LRSchedule()
 
 
+def test_a_warm_up_that_fills_the_run_is_shortened_to_a_tenth_if_it_may_be():
+    own = LRSchedule(warmup_steps=500, decay_steps=None, decay_lr=0.0)
+    assert "must be greater than lr_schedule.warmup_steps 500" in own.check(132)[0]
+    shorter = dataclasses.replace(own, shorten_warmup=True)
+    assert shorter.check(132) == [] == shorter.check(500) == shorter.check(1)
+    assert [shorter.over(steps).warmup_steps for steps in (132, 500, 501, 9)] == [13, 50, 500, 0]
+    assert dataclasses.replace(shorter, kind="constant").over(132).warmup_steps == 500
+    assert dataclasses.replace(shorter, decay_steps=400).check(132)
+
+
 # math.ceil(num_training_steps * warmup_ratio), `TrainingArguments.get_warmup_steps` of transformers 4 and 5.
 @pytest.mark.parametrize(("ratio", "steps", "warm_up"), [(0.03, 101, 4), (0.1, 30, 3), (0.1, 1001, 101), (0.0, 7, 0)])
 def test_a_fraction_of_the_run_is_rounded_up(ratio, steps, warm_up):

@@ -54,6 +54,32 @@ def test_every_error_has_its_exit_code(error, code):
     assert exits.exit_code_of(error) == code
 
 
+def told(*errors):
+    """What is raised where checks raise these in turn."""
+    together = exits.Together()
+    for error in errors:
+        with together:
+            raise error
+    try:
+        together.raise_all()
+    except exits.RunError as raised:
+        return raised
+    return None
+
+
+def test_errors_that_are_told_together_are_those_for_the_user():
+    alone = exits.IndivisibleError("12")
+    assert told(alone) is alone and told() is None
+    both = told(alone, exits.DataError("no data"), exits.DataError("no data, and why"), KeyError("follows"))
+    assert type(both) is exits.DataError and str(both) == "12\nno data, and why"
+    longest_last = told(exits.UsageError("it does not fit\ndo this"), exits.CheckpointError("no weights"))
+    assert (type(longest_last), str(longest_last)) == (exits.CheckpointError, "no weights\nit does not fit\ndo this")
+    with pytest.raises(KeyError):
+        told(KeyError("a mistake of ours"))
+    with pytest.raises(KeyboardInterrupt):
+        told(exits.UsageError("x"), KeyboardInterrupt())
+
+
 def test_the_cause_of_an_error_decides():
     try:
         try:

@@ -6,10 +6,14 @@ import pytest
 import small_runs
 
 from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.planning.memory import DoesNotFit
 from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
-from openpi_train.runtime.world import WorldFlags
+from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training import metrics, rehearsal
+from openpi_train.training import settle as settle_module
 from openpi_train.training.rehearsal import check_ahead, dry_run
 from openpi_train.training.rundir import open_run
+from openpi_train.training.settle import settle
 
 
 class DamagedPoints(small_runs.PausingPointData):
@@ -50,6 +54,39 @@ def test_a_run_that_is_there_start_weights_that_are_not_and_damaged_data_are_ref
     (tmp_path / "small" / "x" / "experiment.json").write_text("{}")
     with pytest.raises(UsageError, match="--resume continues it, --overwrite moves it aside"):
         rehearse(given)
+
+
+@pytest.fixture
+def many_faults(given, tmp_path, monkeypatch):
+    """Its batch does not divide by 8, it is too large for any device, and its files and a package are missing."""
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    weights = CheckpointWeightLoader(params_path=f"{tmp_path}/nowhere")
+    return dataclasses.replace(
+        given, wandb_enabled=True, tensorboard=False, weight_loader=weights, data=DamagedPoints()
+    )
+
+
+def test_a_launch_is_told_all_that_is_wrong_at_once(many_faults):
+    with pytest.raises(UsageError, match=r"(?s)not a multiple of the 8 devices.*wandb.*nowhere.*points are damaged"):
+        check_ahead(dataclasses.replace(many_faults, batch_size=12), 8)
+
+
+@pytest.mark.parametrize("begin", [rehearse, lambda given: settle(given, find_world(WorldFlags(), {}))])
+def test_what_does_not_fit_hides_nothing_else(many_faults, begin, monkeypatch):
+    for module in (rehearsal, settle_module):
+        monkeypatch.setattr(module, "require" if module is rehearsal else "require_state", does_not_fit)
+    with pytest.raises(UsageError, match=r"(?s)wandb.*nowhere.*points are damaged\nit does not fit\nWhat to do"):
+        begin(many_faults)
+
+
+def does_not_fit(*_):
+    raise DoesNotFit("it does not fit\nWhat to do: less")
+
+
+def test_a_fault_of_the_data_alone_is_not_told_as_one_of_memory(given, monkeypatch):
+    monkeypatch.setattr(rehearsal, "require", does_not_fit)
+    with pytest.raises(DataError, match=r"(?s)points are damaged\nit does not fit"):
+        rehearse(dataclasses.replace(given, data=DamagedPoints()))
 
 
 def test_a_launch_that_goes_on_with_a_run_says_so(given, capsys):

@@ -66,6 +66,11 @@ def test_what_may_well_be_meant_is_not_told(schedule):
     assert scheduled(**schedule) == []
 
 
+def test_a_warm_up_that_is_shortened_is_told():
+    (line,) = scheduled(warmup_steps=500, decay_steps=None, shorten_warmup=True)
+    assert line.startswith("the warm-up of 500 steps fills this run of 40: it is shortened to 4 (--lr-schedule.warmup-")
+
+
 def test_an_average_that_is_the_start_weights_is_told():
     """.999 to the 40th is .961; after 693 steps less than half is left."""
     (line,) = lines(ema_decay=0.999)

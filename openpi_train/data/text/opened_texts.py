@@ -28,6 +28,7 @@ from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.tokens import FOLDER
 from openpi_train.data.windows import validation_episodes
+from openpi_train.runtime.exits import DataError, Together, reported_as
 
 logger = logging.getLogger(__name__)
 
@@ -164,29 +165,35 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
 def examine_texts(config: TextData, model: Any) -> list[str]:
     """Raise what `open_texts` would, as far as the files' names and the tokenizer show; say what is not looked at.
 
-    Nothing is written, and the hub is not asked. Raises FileNotFoundError, DataError or ValueError.
+    Nothing is written, and the hub is not asked. Raises DataError or UsageError, for all of them.
     """
-    notes = []
+    together, notes = Together(), []
     for number, dataset in enumerate(config.datasets):
-        if dataset.path.startswith(SCHEME):
-            notes.append(f"{dataset.path}: it is on the hub; a start fetches it")
-            continue
-        if arithmetic.missing(dataset.path):
-            notes.append(f"{dataset.path}: the embedded dataset is not written yet; a start does it")
-            continue
-        find_files(dataset.path, dataset.split)
-        if dataset.validation is not None:
-            if names_a_path(dataset.validation):
-                find_files(dataset.validation)
-            else:
-                _refuse_held_out_training(config, number, dataset)
-                find_files(dataset.path, dataset.validation)
-        notes.append(f"{dataset.path}: its texts; a start reads them, and `data check` does so now")
-    if config.tokenizer.startswith(SCHEME):
-        notes.append(f"tokenizer {config.tokenizer}: it is on the hub; a start fetches it")
-    elif not arithmetic.missing(config.tokenizer):
-        _check_model(config, model, load_text_tokenizer(config.tokenizer))
+        with together, reported_as(DataError):
+            notes.append(_examine_files(config, number, dataset))
+    with together, reported_as(DataError):
+        if config.tokenizer.startswith(SCHEME):
+            notes.append(f"tokenizer {config.tokenizer}: it is on the hub; a start fetches it")
+        elif not arithmetic.missing(config.tokenizer):
+            _check_model(config, model, load_text_tokenizer(config.tokenizer))
+    together.raise_all()
     return notes
+
+
+def _examine_files(config: TextData, number: int, dataset: TextDataset) -> str:
+    """What is not looked at of a dataset. Raises FileNotFoundError, DataError or ValueError."""
+    if dataset.path.startswith(SCHEME):
+        return f"{dataset.path}: it is on the hub; a start fetches it"
+    if arithmetic.missing(dataset.path):
+        return f"{dataset.path}: the embedded dataset is not written yet; a start does it"
+    find_files(dataset.path, dataset.split)
+    if dataset.validation is not None:
+        if names_a_path(dataset.validation):
+            find_files(dataset.validation)
+        else:
+            _refuse_held_out_training(config, number, dataset)
+            find_files(dataset.path, dataset.validation)
+    return f"{dataset.path}: its texts; a start reads them, and `data check` does so now"
 
 
 def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:

@@ -10,6 +10,7 @@ from openpi_train.data import places
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.runtime.exits import DataError
 
 SIZES = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
 MODEL = LanguageConfig(sizes=SIZES, context_length=64)
@@ -42,15 +43,15 @@ def test_data_that_are_there_are_told_to_be_unread(data, tmp_path):
     ],
 )
 def test_files_that_are_not_there_are_refused(data, fields, message):
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(DataError, match=message):
         changed(data, **fields).examine(MODEL)
 
 
 def test_a_tokenizer_that_is_not_there_or_too_large_for_the_model_is_refused(data):
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in /nowhere"):
+    with pytest.raises(DataError, match=r"no tokenizer\.json in /nowhere"):
         dataclasses.replace(data, tokenizer="/nowhere").examine(MODEL)
     small = dataclasses.replace(MODEL, sizes=dataclasses.replace(SIZES, vocab_size=5))
-    with pytest.raises(ValueError, match=r"the model 5 \(sizes.vocab_size\)"):
+    with pytest.raises(DataError, match=r"the model 5 \(sizes.vocab_size\)"):
         data.examine(small)
 
 
@@ -65,3 +66,10 @@ def test_what_is_on_the_hub_or_embedded_is_told_and_not_fetched(data, tmp_path, 
     embedded = dataclasses.replace(changed(data, path=str(folder / "sft")), tokenizer=str(folder))
     (note,) = embedded.examine(MODEL)
     assert "not written yet" in note and not folder.exists()
+
+
+def test_all_that_is_missing_is_told_at_once(data):
+    gone = dataclasses.replace(data.datasets[0], path="/nowhere/first.jsonl")
+    other = dataclasses.replace(gone, path="/nowhere/second.jsonl")
+    with pytest.raises(DataError, match=r"(?s)first\.jsonl.*second\.jsonl.*no tokenizer\.json in /nowhere"):
+        dataclasses.replace(data, datasets=(gone, other), tokenizer="/nowhere").examine(MODEL)
