@@ -20,11 +20,7 @@ from openpi_train.training.start_check import check_files, examine_data
 def check_ahead(given: Experiment, num_devices: int) -> int:
     """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
     experiment, _ = adapt(given, num_devices, devices_at_first(given))
-<<<<<<< HEAD
-    experiment.check(num_devices)
     print(f"{BATCH_LINE}{experiment.batch_size}")
-    check_run(given)
-=======
     together = Together()
     with together:
         experiment.check(num_devices)
@@ -33,7 +29,6 @@ def check_ahead(given: Experiment, num_devices: int) -> int:
     check_files(given, experiment, together)
     notes = examine_data(experiment, together)
     together.raise_all()
->>>>>>> h6
     if not begins(given):
         print(f"it goes on with the run in {given.run_dir}; for a new run give another --exp-name")
     for note in notes:

@@ -22,12 +22,8 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
 from openpi_train.training.prepare import Examined, Prepared, examine, prepare, require_state, with_checked_attention
 from openpi_train.training.resume_point import begun
-<<<<<<< HEAD
 from openpi_train.training.rundir import check_run, devices_at_first, use_first_commits
-=======
-from openpi_train.training.rundir import check_run, devices_at_first
 from openpi_train.training.start_check import check_files, examine_data
->>>>>>> h6
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +105,8 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
     Raises DataError with what to do, also if processes find rows of different shapes (another tokenizer, or other
     instructions).
     """
-<<<<<<< HEAD
     limit_s = experiment.timeouts.data_s
     with phase("opening the data", least_s=limit_s), agree.process_0_first("has opened the data", limit_s):
-        data = experiment.open_data()
-=======
-    with agree.process_0_first("has opened the data", experiment.timeouts.data_s):
         together, data = Together(), None
         with together:
             data = experiment.open_data()
@@ -122,7 +114,6 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
             examine_data(experiment, together)  # to tell what is wrong with the other datasets, too
         together.raise_all()
         assert data is not None, "its error was raised"
->>>>>>> h6
     shapes = agree.gather("the shapes of a row", data.row_shapes)
     for index, other in enumerate(shapes):
         if other != shapes[0]:

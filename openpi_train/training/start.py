@@ -44,11 +44,7 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
-<<<<<<< HEAD
-from openpi_train.training.rundir import begins, check_commits, last_devices, open_run, record_start
-=======
-from openpi_train.training.rundir import open_run, record_start
->>>>>>> h6
+from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
