@@ -7,7 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit with its code; by the Python of `.venv` where this one lacks packages."""
+    from openpi_train.launch import own_python
+
+    own_python.begin(["-m", "openpi_train", *sys.argv[1:]], launches=sys.argv[1:2] == ["launch"])
     from openpi_train.runtime import garbage
 
     garbage.look_rarely()

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
-        if ahead_of_start.devices() is not None and verb not in TRAINING:
+        if ahead_of_start.devices() is not None and verb not in (*TRAINING, "eval"):
             return 0  # nothing is known of it ahead
         return _reported(lambda: VERBS[verb](rest), argv)
     if wants_hydra(argv):

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
         # Where the guide of the older tool looks for the log (`openpi_train/training/documented_links.py`).
         os.environ.setdefault("OPENPI_TRAIN_LINKS", "logs/training.log=logs/process_0.log")
         if given.mode == "create_slurm":
-            given.no_check |= not arguments  # the guide's own run, which others replace
+            if not arguments:
+                sys.stderr.write(f"run_distributed: no run is named, so this is: -- {' '.join(_DEFAULT_RUN)}\n")
             return forms.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
         if given.mode == "slurm":
             return _inside_slurm(given, arguments)

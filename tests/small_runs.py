@@ -42,12 +42,12 @@ class PausingPoints(own_experiment.Points):
             raise RuntimeError("the camera is broken")
         if len(self.read) > READ and self.fault == "hangs":
             time.sleep(600)
-        if self.fault == "hangs at first step" and self.first == 0:
-            time.sleep(600)
         if self.fault == "is slow":
             time.sleep(0.3)
         if self.fault == "kills" and POISONED_ROW in positions:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs at first step" and self.first == 0:
+            time.sleep(600)
         return super().batch(positions)
 
 

@@ -48,20 +48,20 @@ def checkout(tmp_path_factory):
     return folder
 
 
-def started(checkout, line, folder, **variables):
-    """The script in a shell that knows no Python but the system's."""
+def started(checkout, line, folder):
+    """The script, or `-m openpi_train` in the checkout, in a shell that knows no Python but the system's."""
     script, *words = line.split()
     plain = folder / "bin"
     plain.mkdir(exist_ok=True)
     if not (plain / "python3").exists():  # one without our packages, as a system has it
         (plain / "python3").write_text(f'#!/bin/sh\nexec "{sys._base_executable}" -S "$@"\n')  # pyright: ignore
         (plain / "python3").chmod(0o755)
-    command = ["python3"] if script.endswith(".py") else ["bash"]
-    environment = {"PATH": f"{plain}:/usr/bin:/bin", "HOME": str(folder), **variables}
+    is_module = script == "-m"
+    program = "bash" if script.endswith(".sh") else str(plain / "python3")
     return subprocess.run(
-        [str(plain / command[0]) if command == ["python3"] else "bash", str(checkout / "scripts" / script), *words],
-        cwd=folder,
-        env=environment,
+        [program, script if is_module else str(checkout / "scripts" / script), *words],
+        cwd=checkout if is_module else folder,
+        env={"PATH": f"{plain}:/usr/bin:/bin", "HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -81,8 +81,48 @@ def test_without_any_environment_it_says_what_makes_one(tmp_path):
     (tmp_path / "scripts").mkdir()
     for name in ("checkout.py", "main.py"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    done = started(tmp_path, "main.py --help", tmp_path)
-    assert done.returncode == 2 and "`make train` in" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "openpi_train").symlink_to(ROOT / "openpi_train")
+    (tmp_path / "Makefile").touch()
+    for line in (
+        "main.py --help",
+        "-m openpi_train debug --exp-name x",
+        f"{LAUNCHED} launch local --processes 2 -- debug --exp-name x",
+        f"{LAUNCHED} launch slurm --gpus-per-node 1 -- debug --exp-name x",
+        f"{LAUNCHED} launch ssh --hosts a --processes-per-node 1 -- debug --exp-name x",
+    ):
+        done = started(tmp_path, line, tmp_path)
+        first, second = done.stderr.splitlines()
+        assert done.returncode == 2 and "(jax, tyro)" in first and f"make -C {tmp_path} train" in second
+    assert not (tmp_path / "slurm_scripts").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    {
+        "-m openpi_train list": "pi0_bridge_traj ",
+        f"{LAUNCHED} launch local --processes 1 --dry-run -- debug --exp-name x": f"python {LAUNCHED} debug",
+    }.items(),
+)
+def test_the_command_line_finds_the_environment_of_its_checkout(checkout, tmp_path, line, expected):
+    done = started(checkout, line, tmp_path)
+    assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+
+
+def test_a_job_for_slurm_is_written_with_the_python_of_the_checkout(checkout, tmp_path):
+    options = f"--no-check --gpus-per-node 1 --output-dir {tmp_path}/jobs"
+    done = started(checkout, f"{LAUNCHED} launch slurm {options} -- debug --exp-name x", tmp_path)
+    assert done.returncode == 0 and sys.executable in (tmp_path / "jobs" / "debug.sh").read_text(), done.stderr
+
+
+def test_a_launcher_whose_processes_have_a_python_of_their_own_needs_none_here(tmp_path):
+    (tmp_path / "openpi_train").symlink_to(ROOT / "openpi_train")
+    for options in (
+        "slurm --dry-run --gpus-per-node 1 --container image",
+        "ssh --dry-run --hosts a --python /b/python ",
+    ):
+        options += " --processes-per-node 1" if "ssh" in options else ""
+        done = started(tmp_path, f"{LAUNCHED} launch {options} -- debug --exp-name x", tmp_path)
+        assert done.returncode == 0 and "openpi_train debug" in done.stdout, done.stderr
 
 
 def test_liberos_client_without_its_packages_has_its_help_and_names_them(tmp_path):

@@ -4,6 +4,7 @@ Launchers use the standard library alone, so the run's own code looks (`training
 it to. Read next: `slurm.py`, a caller.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -12,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from openpi_train import faults
-from openpi_train.launch.spec import LaunchError
+from openpi_train.launch import own_python
+from openpi_train.launch.spec import LaunchError, this_python
 
 # The number of the run's devices: a process with it says whether a start on them would be refused, and starts nothing.
 VARIABLE = "OPENPI_TRAIN_CHECK_DEVICES"
 # Variables that other launchers leave in a shell; a process would use them as its identity.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What the run prints of its batch, for launchers.
+BATCH_LINE = "rows per step: "
 _MOST_S = 180
 _REFUSED = (faults.USAGE, faults.DATA, faults.CHECKPOINT, faults.INDIVISIBLE)
 _MOST_LINES = 40
@@ -42,6 +46,9 @@ def require_start(
 
     Without `has_files` (a container has its own) only the command line counts. What cannot be checked is said.
     """
+    if python == sys.executable and (problem := own_python.lacking()):  # the processes have another, of a container
+        _tell_unchecked(problem[0])
+        return
     sys.stderr.write("launch: looking whether the run would start (--no-check: not) ...\n")
     clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     variables = {**clean, **(env or {}), VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
@@ -65,7 +72,7 @@ def require_start(
         return
     said = done.stderr.strip().splitlines()
     if done.returncode in (_REFUSED if has_files else (faults.USAGE, faults.INDIVISIBLE)):
-        found = next((number for number, line in enumerate(said) if re.match("error:|╭", line)), 0)
+        found = next((number for number, line in enumerate(said) if re.match(r"\d\d:\d\d:\d\d E |error:|╭", line)), 0)
         raise LaunchError(
             "\n".join(
                 [
@@ -74,10 +81,31 @@ def require_start(
                 ]
             )
         )
+    if has_files and said and re.match("(ModuleNotFoundError|.*python[0-9.]*): No module named", said[-1]):
+        raise LaunchError(
+            f"{python} cannot start the run, so nothing was written (--no-check: all the same): {said[-1]}\n"
+            "Give an environment in which openpi_train is installed (--venv), or install it there (docs/install.md)"
+        )
     if done.returncode:
         _tell_unchecked(said[-1] if said else f"exit code {done.returncode}")
     elif notes := [line for line in done.stdout.splitlines() if line.startswith("not checked:")]:
         sys.stderr.write("\n".join([f"launch: {note}" for note in notes]) + "\n")
+
+
+@functools.cache
+def rows_per_step(arguments: tuple[str, ...], num_devices: int, folder: str) -> int | None:
+    """The batch size of the run on so many devices, as the run itself says; None if it does not within a minute."""
+    clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    variables = {**clean, VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
+    command = [this_python(), "-m", "openpi_train", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(rf"^{BATCH_LINE}(\d+)$", done.stdout, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _tell_unchecked(why: str) -> None:

@@ -8,11 +8,20 @@ import re
 import shlex
 import sys
 
+from openpi_train.launch import own_python
+
 DEFAULT_PORT = 29500
+# The number of the restart, for a process that a launcher starts again.
+RESTART_VARIABLE = "OPENPI_TRAIN_RESTART"
 # Variables that identify a process: set by launchers, never by --env.
 _PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
     *("OPENPI_TRAIN_NUM_PROCESSES", "OPENPI_TRAIN_COORDINATOR"),
+)
+# Verbs of the command line that train nothing: they take no experiment's flags, such as --resume.
+VERBS_WITHOUT_RUN = (
+    *("list", "launch", "stats", "data", "convert", "doctor", "plan", "compile", "serve", "eval", "generate"),
+    *("report", "runs"),
 )
 
 
@@ -34,8 +43,10 @@ class LaunchSpec:
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
-    """Token that keeps processes of other jobs out."""
-    program: tuple[str, ...] = (sys.executable, "-m", "openpi_train")
+    """Secret by which the processes of a start know each other; "": process 0 makes one, in the run's folder."""
+    restart: int = 0
+    """How many starts of the run this launcher has made before."""
+    program: tuple[str, ...] = dataclasses.field(default_factory=lambda: (this_python(), "-m", "openpi_train"))
 
     def __post_init__(self):
         if self.processes_per_host < 1 or not self.hosts:
@@ -44,6 +55,13 @@ class LaunchSpec:
         if self.devices_per_process is not None and self.devices_per_process < 1:
             raise LaunchError(f"{self.devices_per_process} devices per process: there must be at least one")
         check_arguments(self.arguments)
+
+
+def this_python() -> str:
+    """The Python that runs this, for the processes. Raises LaunchError where it lacks the packages."""
+    if problem := own_python.lacking():
+        raise LaunchError("\n".join(problem))
+    return sys.executable
 
 
 def check_arguments(arguments: tuple[str, ...]) -> None:
@@ -130,5 +148,7 @@ def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
     }
     if len(spec.hosts) > 1:
         environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name missing hosts
+    if spec.restart:
+        environment[RESTART_VARIABLE] = str(spec.restart)
     token = {"OPENPI_TRAIN_JOB_TOKEN": spec.token} if spec.token else {}
     return {**environment, **cpu_devices(spec.devices_per_process), **token}

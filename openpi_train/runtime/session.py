@@ -22,7 +22,7 @@ import jax
 
 import openpi_train
 from openpi_train.runtime import agree, compile_cache, phases, preempt, xla
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.runtime.listening import listen_host
 from openpi_train.runtime.open_files import allow_open_files
@@ -32,7 +32,7 @@ from openpi_train.runtime.rendezvous import meet
 from openpi_train.runtime.step_times import StepTimes
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.watchdog import Watchdog
-from openpi_train.runtime.world import World, split_address
+from openpi_train.runtime.world import World, is_restart, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ def start(
     Args:
         facts: values that must be equal on all processes besides the code and the library versions: the configuration,
             as nested dictionaries of JSON values. A difference is reported by its path.
-        timeouts: those of the run; None: the usual ones, and none on phases.
         shared_folder: a folder that all processes see, for the secret by which they know each other, if no launcher
             gave them one.
+        timeouts: those of the run; None: the usual ones, and none on phases.
         devices_per_process: number of CPU devices to create; for runs without accelerators.
 
     Raises:
@@ -161,6 +161,7 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
 
     Raises:
         UsageError: the GPUs cannot be divided equally.
+        HardwareError: so it is at a restart.
     """
     count = xla.num_gpus(environ)
     if world.local_count == 1:
@@ -169,7 +170,9 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
         return None  # the launcher gave each process its own
     processes = world.local_count or count
     if count == 0 or count % processes or world.local_index >= processes:
-        raise UsageError(
+        # The launcher started the same before, and it could.
+        kind = HardwareError if is_restart(environ) else UsageError
+        raise kind(
             f"process {world.local_index} of {processes} on this host cannot have an equal share of its {count} GPUs: "
             "start as many processes as there are GPUs, a number that divides them, or one"
         )

@@ -105,6 +105,12 @@ def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
     return dataclasses.replace(world, token=secret, token_is_secret=True) if secret else world
 
 
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher starts again what it has started before, unchanged."""
+    counts = (environ.get(name, "") for name in ("OPENPI_TRAIN_RESTART", "SLURM_RESTART_COUNT"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" ("[::1]:port" for IPv6)."""
     host, colon, port = address.rpartition(":")

@@ -31,6 +31,7 @@ from openpi_train.envs.video import VideoRecorder
 from openpi_train.evaluation.closed_loop_success import write_score
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.launch import ahead_of_start
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.loading import choose_dataset, load_policy
 from openpi_train.policy.policy import Policy
@@ -52,6 +53,8 @@ _NOTHING_OF_TEXTS = EvaluateTextRequest()
 def main(request: EvaluateRequest, texts: EvaluateTextRequest, process: ProcessFlags) -> int:
     """Evaluate, write the results, and print the tables. Every process of the run must call it."""
     logs.configure(0)
+    if ahead_of_start.devices() is not None:
+        return check_ahead(request)
     world = find_world(process, os.environ)
     logs.configure(world.process_index)
     facts = {"eval": as_json(dataclasses.replace(request, out=str(request.out))), "texts": as_json(texts)}
@@ -59,6 +62,16 @@ def main(request: EvaluateRequest, texts: EvaluateTextRequest, process: ProcessF
     with phase("evaluating"):
         run(request, texts)
     session.stop()
+    return 0
+
+
+def check_ahead(request: EvaluateRequest) -> int:
+    """Raise what an evaluation would for its checkpoint and environment, as far as it is soon known."""
+    stored, experiment = evaluate_text.open_model(request.checkpoint, request.experiment)
+    if request.out is None:
+        folder_of(stored.where)
+    if not isinstance(experiment.data, TextData):
+        closed_loop_of(request, experiment, _dataset_number(experiment, request.dataset))
     return 0
 
 

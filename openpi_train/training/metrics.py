@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from openpi_train.data.files import lines_from_the_end, lines_of
 from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
 from openpi_train.runtime.patient_file import PatientFile
+from openpi_train.runtime.private_file import warn_if_others_can_read
 from openpi_train.training import fencing
 
 logger = logging.getLogger(__name__)
@@ -302,7 +303,12 @@ def _step_of(line: bytes) -> float:
 def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
+    # As wandb finds it. Named, since Python's `netrc` refuses its own default file where others can read it.
+    file = pathlib.Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        found = netrc.netrc(file).authenticators("api.wandb.ai") is not None
+        if found:
+            warn_if_others_can_read(file, "wandb's key")
+        return found
     except (OSError, netrc.NetrcParseError):
         return False

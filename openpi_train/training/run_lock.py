@@ -7,6 +7,7 @@ import pathlib
 
 from openpi_train.runtime import locks
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.world import is_restart
 from openpi_train.training import fencing
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,8 @@ def hold(directory: pathlib.Path) -> None:
     """Create the directory and lock it for the life of this process; locks that it already holds are kept.
 
     If the file system has no locks there is a warning and no lock; either way the run's generation is increased, which
-    ends an older start at its next write. Raises UsageError if another process still
-    has the directory after LIMIT_S, OSError if it cannot be created.
+    ends an older start at its next write. So it is where a launcher restarts a run and an earlier start of it still has
+    the lock after LIMIT_S. Raises UsageError if any other process has, OSError if it cannot be created.
     """
     path = directory / NAME
     directory.mkdir(parents=True, exist_ok=True)
@@ -30,10 +31,13 @@ def hold(directory: pathlib.Path) -> None:
     try:
         file = locks.take(path, f"the run in {directory}", limit_s=LIMIT_S)
     except TimeoutError as error:
-        raise UsageError(
-            f"{directory} is in use: {error}. One run is trained by one launch at a time: end that one, or choose "
-            "another --exp-name"
-        ) from error
+        if not is_restart(os.environ):
+            raise UsageError(
+                f"{directory} is in use: {error}. One run is trained by one launch at a time: end that one, or choose "
+                "another --exp-name"
+            ) from error
+        # A process on a broken device cannot always be killed.
+        logger.warning("an earlier start of this run has not ended (%s); it cannot change anything any more", error)
     except OSError as error:
         logger.warning(
             "%s cannot be locked (%s): nothing keeps a second start of this run waiting; it ends this one instead, at "

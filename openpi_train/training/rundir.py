@@ -25,11 +25,12 @@ from typing import Any
 
 import jax
 
+from openpi_train.data import hub
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.training import fencing, run_lock
 from openpi_train.training.resume_point import resume_point
 
@@ -160,6 +161,39 @@ def devices_at_first(given: Experiment) -> int | None:
     return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
+def last_devices(given: Experiment) -> dict[str, int] | None:
+    """The numbers of devices and processes of the last start of the run; None for a new run. All call it."""
+    starts: list[Any] = []
+    if jax.process_index() == 0 and given.resume:
+        with contextlib.suppress(OSError, UsageError):
+            starts = _read(given.run_dir / "environment.json")["starts"]
+    last = starts[-1] if starts else None
+    found = last and {"devices": last["devices"]["count"], "processes": last["process_count"]}
+    return agree.broadcast("devices at the last start", found)
+
+
+def use_first_commits(given: Experiment) -> None:
+    """Take from the hub what the run that `given` continues took at first, not what is newest. All must call it."""
+    recorded: dict[str, str] = {}
+    if jax.process_index() == 0 and given.resume:
+        with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
+            for start in reversed(_read(given.run_dir / "environment.json")["starts"]):
+                recorded |= start.get("hub", {})
+    hub.pin(agree.broadcast("commits on the hub", recorded))
+
+
+def check_commits() -> None:
+    """Raise DataError if processes have taken different commits from the hub. Every process must call it."""
+    everyone = agree.gather("commits on the hub", hub.commits())
+    for index, other in enumerate(everyone):
+        for name in sorted(other.keys() & everyone[0].keys()):
+            if other[name] != everyone[0][name]:
+                raise DataError(
+                    f"{name} has changed on the hub during the start: it is {other[name]} on process {index}, "
+                    f"{everyone[0][name]} on process 0. Start again, or give one with hub:USER/NAME@REVISION"
+                )
+
+
 def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     """Record the experiment and environment of this start in the opened directory. For process 0 only.
 
@@ -172,7 +206,12 @@ def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
         starts = _read(path / "environment.json")["starts"]
     except FileNotFoundError:
         starts = []
-    start = {**environment(), **measured, "changed": {name: list(values) for name, values in changes.items()}}
+    start = {
+        **environment(),
+        "hub": hub.commits(),
+        **measured,
+        "changed": {name: list(values) for name, values in changes.items()},
+    }
     write_json(path / "environment.json", {"starts": [*starts, start]})
     write_json(path / "experiment.json", experiment)
 

@@ -22,7 +22,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
 from openpi_train.training.prepare import Prepared, examine, prepare, require_state, with_checked_attention
 from openpi_train.training.resume_point import begun
-from openpi_train.training.rundir import check_run, devices_at_first
+from openpi_train.training.rundir import check_run, devices_at_first, use_first_commits
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def settle(given: Experiment, world: World) -> Settled:
     Errors that do not depend on the data are raised before these are opened, which may take long. Raises UsageError or
     DataError.
     """
+    use_first_commits(given)
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     for line in lines:
         logger.info("%s", line)

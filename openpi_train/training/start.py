@@ -26,9 +26,9 @@ from openpi_train.launch import status
 from openpi_train.planning.device_limits import peak_flops
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
-from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
+from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
-from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
@@ -44,7 +44,7 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
-from openpi_train.training.rundir import begins, open_run, record_start
+from openpi_train.training.rundir import begins, check_commits, last_devices, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.start_check import check_start_weights
 from openpi_train.training.state import TrainState
@@ -68,6 +68,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     )
     if experiment.resume and world.process_index == 0:
         phases.expect(read_longest(experiment.run_dir))
+    require_devices(experiment)
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
         collectives = selftest.measure()
@@ -92,6 +93,16 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         report(run)
         session.stop(timeouts.finish_s)
     return 0
+
+
+def require_devices(experiment: Experiment) -> None:
+    """Raise HardwareError where a restart finds fewer devices than the start before it had. Every process calls it."""
+    before = last_devices(experiment)
+    if not is_restart(os.environ) or before is None or before["processes"] != jax.process_count():
+        return
+    here, had = jax.local_device_count(), before["devices"] // before["processes"]
+    if here < had:
+        raise HardwareError(f"this restart finds {here} of the {had} devices that each process of the run had")
 
 
 def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
@@ -122,6 +133,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     with jax.set_mesh(trainer.plan.real_mesh):
         state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer, older=older)
         evaluator = make_evaluator(experiment, trainer, data, directory)
+    check_commits()
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import ahead_of_start, forms
+from openpi_train.launch import ahead_of_start, forms, own_python
 from openpi_train.launch.ahead_of_start import VARIABLE, require_start
 from openpi_train.launch.spec import LaunchError
 
@@ -45,12 +45,26 @@ def test_files_that_only_a_container_has_are_not_missed(python, code, capsys):
 
 
 def test_what_cannot_be_asked_here_is_said_and_goes_on(python, capsys):
-    require_start(["debug"], num_devices=1, python=python(1, "Traceback", "ModuleNotFoundError: jax"))
-    assert "not found out here: ModuleNotFoundError: jax" in capsys.readouterr().err
+    require_start(["debug"], num_devices=1, python=python(1, "Traceback", "RuntimeError: no device"))
+    assert "not found out here: RuntimeError: no device" in capsys.readouterr().err
     require_start(["debug"], num_devices=1, python="/no/python")
     assert "not found out here: [Errno 2]" in capsys.readouterr().err
     require_start(["debug"], num_devices=1, python=python(0, out="not checked: the tokenizer"))
     assert "launch: not checked: the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "last", ["ModuleNotFoundError: No module named tyro", "/env/bin/python: No module named openpi_train"]
+)
+def test_a_python_without_the_packages_is_refused(python, last):
+    with pytest.raises(LaunchError, match=f"(?s){last}.*--venv"):
+        require_start(["debug"], num_devices=1, python=python(1, "Traceback", last))
+
+
+def test_a_launcher_of_containers_needs_no_packages(python, monkeypatch, capsys):
+    monkeypatch.setattr(own_python, "_NEEDED", ("no_such_package",))
+    require_start(["debug"], num_devices=1, has_files=False)
+    assert "not found out here" in (said := capsys.readouterr().err) and "no_such_package" in said
 
 
 def asked(*arguments, num_devices=8):
@@ -81,6 +95,12 @@ def test_the_run_looks_at_what_it_can_without_its_devices_and_starts_nothing(tmp
 def test_other_verbs_are_not_begun():
     done = asked("stats", "no_such_experiment")
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_an_evaluation_of_no_checkpoint_is_refused(tmp_path):
+    done = asked("eval", str(tmp_path / "nowhere"))
+    assert (done.returncode, done.stdout) == (4, "") and "there is no such directory" in done.stderr
+    assert asked("eval", str(tmp_path), "--no-such-flag", "1").returncode == 2
 
 
 @pytest.mark.parametrize(

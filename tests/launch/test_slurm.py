@@ -1,4 +1,5 @@
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 from launch.test_forms import EXPERIMENT, run_distributed
 
+from openpi_train.cli import VERBS
 from openpi_train.launch import forms
 from openpi_train.launch.slurm import Slurm, resumed, script, time_limit_s
-from openpi_train.launch.spec import LaunchError
+from openpi_train.launch.spec import VERBS_WITHOUT_RUN, LaunchError
 from openpi_train.runtime.world import in_slurm_step
 
 SMALL = ["slurm", "--nodes", "2", "--gpus-per-node", "4"]
@@ -207,6 +209,12 @@ def test_a_job_that_would_go_back_again_is_refused_and_one_that_begins_elsewhere
     assert "--resume-from runs/debug/y --resume" in capsys.readouterr().out
 
 
+def test_a_verb_that_makes_no_run_does_not_get_resume():
+    assert resumed(("eval", "checkpoints/debug/x")) == ("eval", "checkpoints/debug/x")
+    assert resumed(("ript", "--config", "x.yaml")) == ("ript", "--config", "x.yaml", "--resume")
+    assert set(VERBS) == {*VERBS_WITHOUT_RUN, "resume", "posttrain", "ript", "vla"}
+
+
 def test_resume_is_said_once():
     assert resumed(("debug", "--resume")) == resumed(("debug",)) == ("debug", "--resume")
 
@@ -257,8 +265,16 @@ GUIDE = ["--mode", "create_slurm", "--job-name", "distributed_training", "--num-
 GUIDE += ["--time-limit", "24:00:00", "--partition", "gpu", "--output-dir"]
 
 
+@pytest.mark.slow
+def test_create_slurm_looks_whether_the_guides_own_run_would_start(tmp_path):
+    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"), HOME=str(tmp_path))
+    assert done.returncode == 2 and not (tmp_path / "slurm_scripts").exists()
+    assert "-- pi0_bridge_traj --exp-name multi_node_training" in done.stderr
+    assert "bridge_dataset" in done.stderr and "--dataset PATH" in done.stderr and "--no-check" in done.stderr
+
+
 def test_create_slurm_writes_the_file_of_the_guide(tmp_path):
-    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"))
+    done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"), "--no-check")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "slurm_scripts" / "run_slurm.sh").read_text()
     expected = "--job-name=distributed_training --nodes=2 --ntasks-per-node=4 --time=24:00:00 --partition=gpu".split()
@@ -406,6 +422,28 @@ def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
     ranked = sorted(codes, key=codes.__getitem__)
     assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5", "exit 72"]
     assert max(codes.values()) <= 255
+
+
+def test_each_start_has_a_secret_of_its_own_in_a_file_for_its_tasks_alone(tmp_path):
+    task = 'file=$OPENPI_TRAIN_JOB_TOKEN_FILE; ls -l "$file"; cat "$file"; echo; echo ".$OPENPI_TRAIN_JOB_TOKEN."'
+    text = script(job_of(task, program=("bash", "-c"), output_dir=tmp_path))
+    stand_in = 'umask 000; srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
+    environ = {**os.environ, "SLURM_JOB_ID": "1", "OPENPI_TRAIN_JOB_TOKEN": "of the submitting shell"}
+    tokens = set()
+    for _ in range(2):
+        done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)
+        listed, token, given, *_ = done.stdout.splitlines()
+        assert listed.startswith("-rw------- ") and listed.endswith(f"{tmp_path}/a_1.token") and given == ".."
+        assert re.fullmatch("[0-9a-f]{32}", token) and token not in text
+        tokens.add(token)
+    assert len(tokens) == 2 and not (tmp_path / "a_1.token").exists()
+
+
+def test_a_container_sees_the_output_folder_which_holds_the_secret(capsys, tmp_path):
+    words = step(dry_run(capsys, "--container", "image.sqsh", "--output-dir", str(tmp_path)))
+    assert f"--container-mounts={Path.cwd()}:{Path.cwd()},{tmp_path}:{tmp_path}" in words
+    words = step(dry_run(capsys, "--container", "i", "--container-runtime", "apptainer", "--output-dir", str(tmp_path)))
+    assert f"--bind {Path.cwd()} --bind {tmp_path} --pwd" in " ".join(words)
 
 
 def test_a_variable_without_a_value_is_passed_on_and_not_written_down(tmp_path, monkeypatch):

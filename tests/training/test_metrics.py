@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.training import metrics as files
+from openpi_train.training import metrics
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 
 
@@ -91,8 +91,8 @@ def test_a_resume_reads_only_the_end_of_a_long_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(20_000)))
     seen = []
-    real = files.lines_from_the_end
-    monkeypatch.setattr(files, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
+    real = metrics.lines_from_the_end
+    monkeypatch.setattr(metrics, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
     Metrics(tmp_path, process_index=0, resume_step=19_990).close()
     assert len(seen) == 10
     assert path.read_text().splitlines()[-1] == '{"step": 19990, "loss": 1.0}'
@@ -218,3 +218,16 @@ def test_lines_that_never_found_room_are_shown_with_the_code_of_a_full_disk(smal
     written = (small_disk / "metrics.jsonl").read_text()
     rest = str(said.value).partition("\n")[2]
     assert [json.loads(line)["step"] for line in (written + rest).splitlines()] == list(range(500))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o644, True)])
+def test_a_key_of_wandb_is_found_whoever_can_read_it_and_that_is_told(mode, warned, tmp_path, monkeypatch, caplog):
+    """Python's `netrc` refuses ~/.netrc where others can read it, and wandb does not: the run was offline, unsaid."""
+    file = tmp_path / ".netrc"
+    file.write_text("machine api.wandb.ai login user password 0123\n")
+    file.chmod(mode)
+    for name in ("NETRC", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert metrics._has_wandb_key()
+    assert (f"wandb's key {file} can be read by others" in caplog.text) is warned

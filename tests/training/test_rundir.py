@@ -11,6 +11,7 @@ import jax
 import pytest
 from openpi_train_configs.debug import debug
 
+from openpi_train.data import hub
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD
@@ -99,6 +100,20 @@ def test_resume_keeps_the_record_of_every_start(tmp_path):
     assert run.resumed
     starts = json.loads((run.path / "environment.json").read_text())["starts"]
     assert [entry["changed"] for entry in starts] == [{}, {"resume": [False, True]}]
+
+
+def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(tmp_path, monkeypatch):
+    first, second = {"model me/a": "1" * 40}, {"model me/a": "2" * 40, "dataset me/b": "3" * 40}
+    for resume, found in ((False, first), (True, second)):
+        monkeypatch.setattr(hub, "_commits", dict(found))
+        start(tmp_path, resume=resume)
+    monkeypatch.setattr(hub, "_commits", {})
+    rundir.use_first_commits(given(tmp_path))
+    assert hub.commits() == {}
+    rundir.use_first_commits(given(tmp_path, name="another", resume=True))
+    assert hub.commits() == {}
+    rundir.use_first_commits(given(tmp_path, resume=True))
+    assert hub.commits() == second | first
 
 
 def test_resume_that_fails_later_leaves_the_record_as_it_was(tmp_path):

@@ -34,12 +34,12 @@ PACKAGED = {"math_verify": "openpi_train.practice.rewards.math_answers:is_right"
 INSTALL = "Install what it needs: pip install 'openpi_train[math]'"
 
 # Variables of the run's environment that its reward functions get: where things are, the language, which devices the
-# run may use. Everything else is left out, since keys and tokens have no common form.
+# run may use, and which of its processes this is. All else is left out, since keys and tokens have no common form.
 _PASSED = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP PYTHONPATH PYTHONHOME PYTHONUNBUFFERED VIRTUAL_ENV "
     "CONDA_PREFIX CONDA_DEFAULT_ENV LD_LIBRARY_PATH DYLD_LIBRARY_PATH XDG_CACHE_HOME HF_HOME HF_HUB_CACHE "
     "HF_HUB_OFFLINE SSL_CERT_FILE SSL_CERT_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS JAX_PLATFORMS "
-    "CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES".split()
+    "CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK".split()
 )
 _PASSED_STARTS = ("LC_",)
 
