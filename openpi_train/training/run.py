@@ -71,7 +71,6 @@ class Run:
     history: list[dict[str, Any]]
     slow_hosts: SlowHosts = dataclasses.field(default_factory=SlowHosts)
     crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
-    goodput: Goodput | None = None
     programs: Programs | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
     step: int = 0

@@ -124,7 +124,7 @@ def test_only_process_0_writes(tmp_path):
 
 
 def scalars(directory):
-    """Step, name and value of everything in a run's event metrics."""
+    """Step, name and value of everything in a run's event files."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     found = []
     for path in (directory / "tensorboard").iterdir():
