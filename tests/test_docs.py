@@ -343,3 +343,15 @@ def test_documented_objective_adds_up_over_micro_batches(my_runs):
     shares = [objective.loss(model, half, norms, half_keys)[0] for half, half_keys in halves]
     np.testing.assert_allclose(sum(shares), whole, rtol=1e-6)
     assert objective.needs <= toy.LinearConfig.provides
+
+
+def test_runs_that_a_laptop_makes_are_made_before_they_are_used():
+    """By `make train`, or on the same page; a reader types the page's commands in their order."""
+    made_by_make = re.search(r"-- (\S+) --exp-name (\S+)", (ROOT / "Makefile").read_text())
+    assert made_by_make is not None and (tiny := made_by_make.groups())
+    for page in DOCS:
+        text = page.read_text()
+        for used in re.finditer(r"checkpoints/(debug|pi0_bridge_traj_tiny)/([a-z]\w*)", text):
+            run = used.groups()
+            makes = re.search(rf"\b{run[0]}\b[^\n]* --exp-name {run[1]}\b", text[: used.start()])
+            assert run == tiny or makes, f"{page.name}: {used[0]} is made by no command before it"

@@ -1,7 +1,8 @@
 """Start processes on this machine, watch them, and end them together. Read next: `local.py`, which calls this.
 
-The terminal shows all output of process 0 and the stderr of the others, each line with its process. Each
-process also has a file with all of its output. The first failure ends all, and its error is shown last.
+The terminal shows all output of process 0 and the stderr of the others, each line with its process; an error that they
+share is shown once. Each process also has a file with all of its output. The first failure ends all, and its error is
+shown last.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +35,12 @@ _ERROR_LINES = 30
 _HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# The first line of an error that is meant for the user; the lines behind it belong to it.
+_ERROR = re.compile(rb"error: |\d\d:\d\d:\d\d E (?!ended by an unexpected error)")
+_TIME = re.compile(rb"^\d\d:\d\d:\d\d ")
 _showing = threading.Lock()
+# The lines that were shown last, without their time, each with its process.
+_shown: deque[tuple[str, bytes]] = deque(maxlen=200)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,7 @@ class ProcessRecord:
         self.ended_at = float("inf")
         self.lost = False
         self.status = NOTHING
+        self._is_shared = False  # the line of stderr before was not shown: another process had written it
         self._log = self.path.open("wb", buffering=0)
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
@@ -82,7 +90,9 @@ class ProcessRecord:
                 self.errors.append(line)
                 del self.errors[:-_ERROR_LINES]
         if (is_error or self.rank == 0) and not _HIDDEN.search(line):
-            show_line(self.prefix, line)
+            shared = is_error and (self._is_shared or _ERROR.match(line) is not None)
+            hidden = not show_line(self.prefix, line, unless_shared=shared)
+            self._is_shared = hidden if is_error else self._is_shared
 
     def end(self, code: int) -> None:
         """Record that the process has ended or is lost; only the first call counts."""
@@ -114,10 +124,36 @@ def tell(text: str, stream: TextIO | None = None) -> None:
                 os.dup2(nowhere.fileno(), screen.fileno())
 
 
-def show_line(prefix: str, line: bytes) -> None:
-    """Print a line of a process; lines of several processes are never interleaved."""
+def show_line(prefix: str, line: bytes, *, unless_shared: bool = False) -> bool:
+    """Print a line of a process; lines of several processes are never interleaved.
+
+    Returns False, having printed nothing, if it is `unless_shared` and another process has just had the same.
+    """
+    (text,) = _untimed([line])
     with _showing:
+        if unless_shared and any(other != prefix and text == shown for other, shown in _shown):
+            return False
+        _shown.append((prefix, text))
         tell(_prefixed(prefix, line), sys.stdout)
+    return True
+
+
+def _last_error(lines: Sequence[bytes]) -> list[bytes]:
+    """The lines from the last error on that is meant for the user; all if there is none."""
+    first = max((number for number, line in enumerate(lines) if _ERROR.match(line)), default=0)
+    return list(lines[first:])
+
+
+def _untimed(lines: Sequence[bytes]) -> list[bytes]:
+    return [_TIME.sub(b"", line).strip() for line in lines]
+
+
+def _is_on_screen(lines: Sequence[bytes]) -> bool:
+    """Whether these lines were just shown where messages of this launcher go, too, and not in another file."""
+    with suppress(OSError, ValueError):
+        shown = {text for _, text in _shown}
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()) and shown >= set(_untimed(lines))
+    return False
 
 
 def _prefixed(prefix: str, line: bytes) -> str:
@@ -183,6 +219,7 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
     to save; a second one ends them at once. After a failure the others have `grace_s` to exit.
     """
     started: list[Started] = []
+    _shown.clear()
     try:
         with forwarded_signals(started) as received:
             for one in start:
@@ -193,7 +230,7 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
     finally:
         for closed in (*started, *records):
             closed.close()
-    code, reason = _report(records)
+    code, reason = _report(records, records[0].status)
     return LaunchOutcome(
         code=code,
         reason=reason,
@@ -229,8 +266,11 @@ def _wait_for_end(records: Sequence[ProcessRecord], started: Sequence[Started], 
             _send(started, signal.SIGKILL)
 
 
-def _report(records: Sequence[ProcessRecord]) -> tuple[int, str]:
-    """Show the root cause last, and return the exit code of the run and the cause in words."""
+def _report(records: Sequence[ProcessRecord], status: Status) -> tuple[int, str]:
+    """Show the root cause last, and return the exit code of the run and the cause in words.
+
+    Of several processes with the same error the first is named.
+    """
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
         return 0, "done"
@@ -238,16 +278,29 @@ def _report(records: Sequence[ProcessRecord]) -> tuple[int, str]:
     first = failed[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
+    error = _last_error(culprit.errors)
+    alike = [one for one in soon if one.code == culprit.code and _untimed(_last_error(one.errors)) == _untimed(error)]
+    culprit = min(alike, key=lambda one: one.rank)
     assert culprit.code is not None
     if culprit.code == faults.PREEMPTED:
-        tell("stopped on request, and saved: continue with the same command and --resume")
-        return culprit.code, "it was asked to stop, and saved"
-    for line in culprit.errors:
-        tell(_prefixed(culprit.prefix, line))
+        tell(_stopped(status))
+        saved = f", and saved step {status.saved_step}" if status.saved_step else ""
+        return culprit.code, f"it was asked to stop{saved}"
+    if not _is_on_screen(error):
+        for line in error:
+            tell(_prefixed(culprit.prefix, line))
     names = {128 + one: f" (signal {one.name})" for one in signal.Signals}
     reason = f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}"
     tell(f"{reason}: see {culprit.path}")
     return culprit.code, reason
+
+
+def _stopped(status: Status) -> str:
+    """What a run that was asked to stop has saved since its start, and how to go on."""
+    if status.saved_step:
+        return f"stopped on request at step {status.saved_step}, and saved: continue with the same command and --resume"
+    how = " and --resume" if status.opened else ""
+    return f"stopped on request, before this start had anything new to save: start again with the same command{how}"
 
 
 @contextmanager

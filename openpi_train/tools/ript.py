@@ -24,7 +24,7 @@ from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.robot_practice import RobotPractice
-from openpi_train.runtime.exits import UsageError, reported_as
+from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
 from openpi_train.sampling.action_law import ActionLaw
 from openpi_train.sampling.action_token_law import ActionTokenLaw
 from openpi_train.sampling.denoising import DenoisingSampler
@@ -43,6 +43,7 @@ _LINKS = {
     "{base}/distributed_training_results.json": "distributed_training_results.json",
     "{base}/checkpoints/checkpoint_latest": "latest",
 }
+_GUIDES_POLICY = ("output", "tabletop_few", "quick_distributed_test")
 # Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/practice.md).
 _NOISE = 1.0
 
@@ -114,7 +115,13 @@ def _base(request: RiptRequest, translated: TranslatedRipt) -> Experiment:
             return registry.load(request.experiment)
     if translated.policy is None:
         raise UsageError("no policy: give policy_path in the config, the run of a policy, or --experiment NAME")
-    place = checkpoint_formats.open_place(translated.policy)
+    try:
+        place = checkpoint_formats.open_place(translated.policy)
+    except CheckpointError as error:
+        how = "name the run of one that is there"
+        if Path(translated.policy).parts[-3:] == _GUIDES_POLICY:
+            how = "./scripts/quick_distributed_test.sh makes this one, so run that first, or name your own run"
+        raise CheckpointError(f"{error}\npolicy_path is the policy that practice begins from: {how}") from error
     recorded = ours.recorded_experiment(place)[0] if ours.recognises(place) else None
     if recorded is None:
         raise UsageError(

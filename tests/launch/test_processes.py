@@ -145,8 +145,10 @@ def test_a_killed_process_ends_all_and_its_signal_is_named(tmp_path):
 def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expected):
     process = launcher(
         """
+        from openpi_train.launch import status
         def save(signum, frame):
             time.sleep(0.3 * rank)
+            status.tell(opened=True, saved_step=40)
             print("saved", flush=True)
             os._exit(75 if signum == signal.SIGTERM else 130)
         signal.signal(signal.SIGTERM, save)
@@ -163,7 +165,43 @@ def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expect
     _, err = process.communicate(timeout=240)
     assert process.returncode == expected
     assert all("saved" in path.read_text() for path in files)
-    assert ("and saved: continue" in err) == (expected == 75)
+    assert ("stopped on request at step 40, and saved: continue" in err) == (expected == 75)
+
+
+@pytest.mark.parametrize(("opened", "how"), [(True, "the same command and --resume"), (False, "the same command")])
+def test_a_stop_before_anything_was_saved_is_told_as_that(tmp_path, opened, how):
+    child = "from openpi_train.launch import status\nstatus.tell(opened=OPENED)\nsys.exit(75)"
+    code, _, err = run(child.replace("OPENED", str(opened)), tmp_path, processes=1)
+    assert code == 75 and "and saved" not in err and err.endswith(f"anything new to save: start again with {how}\n")
+
+
+SHARED = """
+    if rank:
+        while "8 GiB" not in open(os.path.join(FOLDER, "process_0.txt")).read():
+            time.sleep(0.01)
+    sys.stderr.write(f"12:00:0{rank} I host {rank}\\n12:00:0{rank} E it does not fit\\nWhat to do:\\n  buy 8 GiB\\n")
+    sys.exit(2)
+"""
+
+
+def test_an_error_of_all_processes_is_shown_once_and_of_process_0(tmp_path):
+    child = SHARED.replace("FOLDER", repr(str(tmp_path)))
+    code, out, err = run(child, tmp_path)
+    error = ["[0] 12:00:00 E it does not fit", "[0] What to do:", "[0]   buy 8 GiB"]
+    assert code == 2 and [line for line in out.splitlines() if " I " not in line] == error
+    assert err.splitlines() == [*error, f"process 0 failed with exit code 2: see {tmp_path}/process_0.txt"]
+    assert "What to do" in (tmp_path / "process_2.txt").read_text()
+    # A terminal, or a log with both, has it once altogether.
+    _, out, _ = run(child, tmp_path, stderr=subprocess.STDOUT)
+    assert out.count("it does not fit") == out.count("What to do") == 1 and "process 0 failed" in out
+
+
+def test_errors_that_differ_and_stacks_are_shown_whole(tmp_path):
+    child = (
+        'sys.stderr.write(f"12:00:00 E ended by an unexpected error\\nTraceback\\nKeyError: {rank}\\n"); sys.exit(1)'
+    )
+    _, out, _ = run(child, tmp_path, processes=2)
+    assert out.count("Traceback") == 2 and "[1] KeyError: 1" in out
 
 
 def test_a_second_signal_ends_processes_that_are_still_saving_at_once(tmp_path):
@@ -271,6 +309,7 @@ def test_processes_end_with_a_killed_launcher(tmp_path):
 
 
 RUN = """
+    from openpi_train.launch import status
     from openpi_train.runtime import agree, exits, logs, preempt, session
     from openpi_train.runtime.world import WorldFlags, find_world
     session.software = dict  # a file saved in an editor while processes start is no failure of theirs
@@ -284,6 +323,7 @@ RUN = """
             if step == 1:
                 print("training", flush=True)
             if preempt.stop_requested():
+                status.tell(opened=True, saved_step=step)
                 session.stop()
                 raise exits.Preempted("saved")
             time.sleep(0.02)

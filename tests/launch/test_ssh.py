@@ -207,8 +207,10 @@ def test_the_failure_of_one_ends_all_hosts_with_its_error_last_and_its_code(star
 def test_signals_reach_all_hosts_and_are_waited_for(start, tmp_path, signum, expected):
     run = start(
         """
+        from openpi_train.launch import status
         def save(signum, frame):
             time.sleep(0.3 * rank)
+            status.tell(opened=True, saved_step=40)
             print("saved", flush=True)
             os._exit(75 if signum == signal.SIGTERM else 130)
         signal.signal(signal.SIGTERM, save)

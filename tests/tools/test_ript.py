@@ -128,7 +128,12 @@ def test_precision_of_a_diffusion_policy(started):
     ("config", "words", "message"),
     [
         ("seed: 1", (), "no policy: give policy_path in the config"),
-        ("policy_path: nowhere", (), "nowhere"),
+        ("policy_path: nowhere", (), "practice begins from: name the run of one that is there"),
+        (
+            "policy_path: ./output/tabletop_few/quick_distributed_test",
+            (),
+            "./scripts/quick_distributed_test.sh makes this one",
+        ),
         ("policy_path: .", (), "policy_path . is no run of ours: name the experiment"),
         ("seed: 1", ("--experiment", "tabletop_fwe"), "did you mean tabletop_few"),
         ("seed: 1", ("--experiment", "debug"), "debug has no environment to act in: give --env NAME"),
