@@ -69,6 +69,7 @@ class Run:
     progress: ProgressReport
     profiler: Profiler
     history: list[dict[str, Any]]
+    goodput: Goodput | None = None
     slow_hosts: SlowHosts = dataclasses.field(default_factory=SlowHosts)
     crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
     programs: Programs | None = None
