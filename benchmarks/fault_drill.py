@@ -34,6 +34,8 @@ QUICK_KINDS = ["damaged checkpoint"]
 _MODEL = ("--model.remat", "none", "--model.language.depth", "1", "--model.action-expert.depth", "1")
 _FLAGS = ("--batch-size", "4", "--save-interval", "10", "--keep-last", "3", "--no-tensorboard")
 _FLAGS += ("--data.validation-fraction", "0", "--timeouts.lost-s", "8", "--timeouts.stuck-s", "8")
+# Compiling takes longer than a save: with the usual half hour a hang in a save would be the whole drill.
+_FLAGS += ("--timeouts.phase-s", "60")
 EXPERIMENT, QUICK_EXPERIMENT = (DEBUG, *_MODEL, *_FLAGS), (SMALL, *_FLAGS)
 ENDLESS = ("--num-train-steps", "1000000")
 COLUMNS = ("fault", "number", "survived", "run ended with", "steps trained again", "seconds to train again")
@@ -61,6 +63,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks fault_drill", description=__doc__)
     parser.add_argument("--faults", type=int, default=50, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of kinds, victims and times (%(default)s)")
+    parser.add_argument("--kinds", nargs="+", default=list(FAULTS), choices=list(FAULTS), help="(all)")
+    parser.add_argument("--small", action="store_true", help="of the experiment that compiles in seconds")
     parser.add_argument("--quick", action="store_true", help="one fault, to check that it runs")
     return parser.parse_args(argv)
 
@@ -76,8 +80,8 @@ def main(argv: Sequence[str]) -> list[Table]:
             has_disk, has_network = stack.enter_context(small_disk(base)), has_own_network()
             prefix = OWN_NETWORK if has_network else ()
             impossible = {"full disk": not has_disk, "cut link": not has_network}
-            kinds = [kind for kind in FAULTS if not impossible.get(kind)]
-        experiment = QUICK_EXPERIMENT if flags.quick else EXPERIMENT
+            kinds = [kind for kind in flags.kinds if not impossible.get(kind)]
+        experiment = QUICK_EXPERIMENT if flags.quick or flags.small else EXPERIMENT
         processes = 1 if flags.quick else NUM_PROCESSES
         faults = sequence(1 if flags.quick else flags.faults, kinds, rng)
         drill = Drill(base, experiment, faults, rng, prefix, processes)

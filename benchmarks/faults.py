@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.launched import OWN_NETWORK, Launched
@@ -20,6 +20,9 @@ _DOWN_S = 90.0
 _DISK_BYTES = 256 << 20
 # Free space left on a filled disk: enough for log lines, but not for a checkpoint.
 _LEFT_BYTES = 256 << 10
+
+
+Fault = Callable[[Launched, random.Random], float]
 
 
 class FaultFailed(Exception):
@@ -80,6 +83,42 @@ def tear_file(run: Launched, rng: random.Random) -> float:
     return at
 
 
+def injected(kind: str, text: str = "") -> Fault:
+    """A fault from within a process, which ends the run: see `injected/sitecustomize.py` for kinds and texts."""
+
+    def inject(run: Launched, rng: random.Random) -> float:
+        victims = run.processes()
+        rank = rng.choice(sorted(victims))
+        at = time.monotonic()
+        run.inject(rank, kind, text)
+        _await_end(run, victims)
+        return at
+
+    return inject
+
+
+def unreadable(run: Launched, rng: random.Random) -> float:
+    """Send SIGKILL to a process; the next start cannot read the checkpoints at first."""
+    victims = run.processes()
+    rank = rng.choice(sorted(victims))
+    run.inject(rank, "read", rng.choice(("EIO", "ESTALE")), not_pid=victims[rank])
+    return kill(run, rng)
+
+
+def undeletable(run: Launched, rng: random.Random) -> float:
+    """From now on old checkpoints cannot be deleted; that must end no save. After two saves a process is killed."""
+    run.inject(0, "delete", "EBUSY")
+    before = run.checkpoints()[-1]
+    if not run.wait(lambda: run.checkpoints()[-1] >= before + 20, _DOWN_S):
+        raise FaultFailed("the run did not save while it could not delete")
+    return kill(run, rng)
+
+
+def crash(signum: int) -> Fault:
+    """A signal that ends a process as a crash in C code does."""
+    return lambda run, rng: _signal(run, rng, signum)
+
+
 def fill_disk(run: Launched, rng: random.Random) -> float:
     """Fill the disk until the run has ended; the launcher must not restart it by itself."""
     at = time.monotonic()
@@ -97,17 +136,38 @@ def fill_disk(run: Launched, rng: random.Random) -> float:
     return at
 
 
-FAULTS = {
-    "kill -9 of a process": kill,
-    "the same while it starts": kill_while_starting,
-    "SIGTERM to a process": ask_to_stop,
-    "frozen process": freeze,
-    "cut link": cut_link,
-    "damaged checkpoint": tear_file,
-    "full disk": fill_disk,
+# By name: the fault and its weight. Shares are roughly those of the logs of real clusters: half of the faults are of
+# GPUs (in the words of jaxlib's errors), the rest of hosts, networks, programs and disks.
+_KINDS: dict[str, tuple[Fault, int]] = {
+    "kill -9 of a process": (kill, 6),
+    "the same while it starts": (kill_while_starting, 3),
+    "SIGTERM to a process": (ask_to_stop, 4),
+    "frozen process": (freeze, 2),
+    "segmentation fault": (crash(signal.SIGSEGV), 2),
+    "bus error": (crash(signal.SIGBUS), 1),
+    "abort": (crash(signal.SIGABRT), 1),
+    "GPU: uncorrectable memory error": (
+        injected("step", "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"),
+        5,
+    ),
+    "GPU: fell off the bus": (injected("step", "INTERNAL: CUDA_ERROR_NO_DEVICE: no CUDA-capable device"), 3),
+    "GPU: launch failed": (injected("step", "INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"), 3),
+    "GPU: illegal address": (injected("step", "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: illegal memory access"), 3),
+    "GPU: link to another": (injected("step", "INTERNAL: CUDA_ERROR_NVLINK_UNCORRECTABLE: NVLink error"), 2),
+    "network: NCCL's remote error": (injected("step", "INTERNAL: NCCL operation failed: ncclRemoteError"), 2),
+    "hang in a step": (injected("step"), 2),
+    "hang in a save": (injected("save"), 1),
+    "disk: error in a save": (injected("save", "EIO"), 2),
+    "disk: quota in a save": (injected("save", "EDQUOT"), 1),
+    "disk: checkpoints unreadable at first": (unreadable, 2),
+    "disk: nothing can be deleted": (undeletable, 1),
+    "cut link": (cut_link, 2),
+    "damaged checkpoint": (tear_file, 3),
+    "full disk": (fill_disk, 2),
 }
+FAULTS = {name: fault for name, (fault, _) in _KINDS.items()}
 # Weight of each kind.
-WEIGHTS = dict(zip(FAULTS, (6, 3, 4, 2, 2, 3, 2), strict=True))
+WEIGHTS = {name: weight for name, (_, weight) in _KINDS.items()}
 
 
 def sequence(count: int, kinds: list[str], rng: random.Random) -> list[str]:

@@ -20,6 +20,7 @@ from benchmarks.report import ROOT
 
 DEBUG, SMALL = "debug", f"{Path(__file__).with_name('launched_small.py')}:small"
 _POLL_S = 0.02
+_INJECTED = Path(__file__).with_name("injected")
 _TAIL_BYTES = 1 << 14
 
 
@@ -55,6 +56,10 @@ class Launched:
         **environ: str,
     ):
         self.directory = run_directory(base, words[0])
+        self._faults = base.with_name(f"{base.name}-faults")
+        self._faults.mkdir(parents=True, exist_ok=True)
+        inside = os.pathsep.join([str(_INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {"PYTHONPATH": inside, "DRILL_FAULTS": str(self._faults), **environ}
         places = ["--exp-name", "x", "--checkpoint-base-dir", base / "runs", "--assets-base-dir", base / "assets"]
         output = base.with_name(f"{base.name}-output")  # beside it: `base` may be a disk that fills up
         words = [*launcher, "--devices-per-process", "1", "--log-dir", str(output), "--", *words]
@@ -129,6 +134,13 @@ class Launched:
         """The steps of the complete checkpoints, oldest first."""
         manifests = self.directory.glob("*/manifest.json")
         return sorted(int(path.parent.name) for path in manifests if path.parent.name.isdecimal())
+
+    def inject(self, rank: int, kind: str, text: str, **when: int) -> None:
+        """Have a process do harm to itself: see `injected/sitecustomize.py`."""
+        place = self._faults / f"rank_{rank}"
+        draft = place.with_suffix(".draft")
+        draft.write_text(json.dumps({"kind": kind, "text": text, **when}))
+        draft.replace(place)
 
     def last_step(self) -> int:
         """The last step with a complete line in `metrics.jsonl`."""

@@ -1,25 +1,22 @@
-"""The command line, whose first word is a verb or an experiment. Read next: `registry.py`, `training/start.py`.
+"""The command line, whose first word is a verb or an experiment. Read next: `train_verbs.py`, `experiment_flags.py`.
 
 Nothing heavy is imported before the arguments are parsed, so `--help` is fast.
 """
 
-import dataclasses
-import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
 from openpi_train.launch import ahead_of_start
 from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
-from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.train_verbs import TRAINING, posttrain, resume, ript, train, train_by_hydra, vla, wants_hydra
 
 if TYPE_CHECKING:
-    from openpi_train.command_line import TrainFlags
-    from openpi_train.data.source import SourceConfig
     from openpi_train.experiment import Experiment
 
 logger = logging.getLogger(__name__)
@@ -36,10 +33,6 @@ Train an experiment, or run one of the verbs:
 """
 
 
-# It names a config of Hydra's, at any place of a command line (`interop/hydra_overrides.py`).
-_HYDRAS_OPTION = ("--config-name", "-cn")
-
-
 def run(argv: Sequence[str]) -> int:
     """Run one command line. Returns the exit code (`runtime/exits.py` says what each means)."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -47,18 +40,18 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
-        if ahead_of_start.devices() is not None and verb not in _CHECKED_AHEAD:
+        if ahead_of_start.devices() is not None and verb not in (*TRAINING, "eval"):
             return 0  # nothing is known of it ahead
         return _reported(lambda: VERBS[verb](rest), argv)
-    if any(word.partition("=")[0] in _HYDRAS_OPTION for word in argv):
+    if wants_hydra(argv):
         return _reported(lambda: train_by_hydra(argv), argv)
-    return _reported(lambda: train(verb, rest), argv)
+    return _reported(lambda: _train(verb, rest), argv)
 
 
 def _reported(command: Callable[[], int], argv: Sequence[str]) -> int:
     """Run the command and return its exit code; errors meant for the user are shown without a traceback."""
     try:
-        if argv[0] not in _WITHOUT_JAX and not _wants_help(argv):
+        if argv[0] not in _WITHOUT_JAX and not wants_help(argv):
             jax_wheels.check(os.environ)
         return command()
     except (RunError, OSError, ValueError) as error:
@@ -71,197 +64,13 @@ def _reported(command: Callable[[], int], argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def train(name: str, argv: Sequence[str]) -> int:
-    """Train the experiment `name` (or `file.py:name`). Exits through the guard, so no peer waits for this process."""
-    from openpi_train.command_line import TrainFlags, parse_known
-
-    process, rest = parse_known(TrainFlags, argv, name, add_help=False)
-    from openpi_train.tools import resume_run
-
-    if not _wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
-        logs.configure(find_world(process, os.environ).process_index)
-        name = resume_run.of_several(name, rest)
-    return _run(parse_experiment(name, rest), process)
-
-
-def resume(argv: Sequence[str]) -> int:
-    """`resume RUN`: continue a run as it was started; flags that are given replace its values."""
-    from openpi_train.command_line import Own, TrainFlags, parse_known
-    from openpi_train.tools.requests import ResumeRequest
-
-    kind = tuple[Own[ResumeRequest], Own[TrainFlags]]
-    (request, process), rest = parse_known(kind, argv, "resume", ResumeRequest.__doc__)
-    logs.configure(find_world(process, os.environ).process_index)
-    from openpi_train.tools import resume_run
-
-    request, rest = resume_run.where_it_began(request, rest)
-    return _run(with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run."), process)
-
-
-def train_by_hydra(argv: Sequence[str]) -> int:
-    """Train as a Hydra command line of RoboTwin's diffusion policy says: `--config-name robot_dp_14 KEY=VALUE ...`."""
-    from openpi_train.interop import hydra_overrides
-
-    command, given = hydra_overrides.translate(argv)
-    logs.configure(find_world(WorldFlags(), os.environ).process_index)
-    logger.info("Hydra's words, key by key:\n%s", command.report())
-    return train(command.experiment, [*command.flags, *given])
-
-
-def _run(experiment: "Experiment", process: "TrainFlags") -> int:
-    """Train, or with `--dry-run` say what it needs."""
-    from openpi_train.training import rehearsal, start
-
-    if (num_devices := ahead_of_start.devices()) is not None:
-        return rehearsal.check_ahead(experiment, num_devices)
-    if process.dry_run:
-        return rehearsal.dry_run(experiment, process, process.devices_per_process)
-    run_guarded(lambda: start.main(experiment, process, process.devices_per_process))
-
-
-def posttrain(argv: Sequence[str]) -> int:
-    """`posttrain --config FILE`: train a language model as a YAML config of a PyTorch post-training tool says."""
-    from openpi_train.command_line import Own, TrainFlags, parse_known
-    from openpi_train.tools.requests import PosttrainRequest
-
-    kind = tuple[Own[PosttrainRequest], Own[TrainFlags]]
-    (request, process), rest = parse_known(kind, argv, "posttrain", PosttrainRequest.__doc__)
-    logs.configure(find_world(process, os.environ).process_index)
-    from openpi_train.tools import posttrain as tool
-
-    def experiment_of(request: PosttrainRequest) -> "Experiment":
-        default, words = tool.experiment_of(request, rest)
-        return with_flags(default, words, "posttrain", "The experiment of a YAML config.")
-
-    if request.mode == "train":
-        return _run(experiment_of(request), process)
-    algorithms = tool.algorithms_of(request)
-    if ahead_of_start.devices() is not None:
-        return 0
-    tool.prepare_data([experiment_of(dataclasses.replace(request, algorithm=one)) for one in algorithms])
-    return 0
-
-
-def ript(argv: Sequence[str]) -> int:
-    """`ript --config FILE`: let a robot policy learn from its own episodes as a YAML config of RIPT trainers says."""
-    from openpi_train.tools.requests import RiptRequest
-
-    return _train_by_yaml("ript", RiptRequest, argv)
-
-
-def vla(argv: Sequence[str]) -> int:
-    """`vla --config FILE`: train a PaliGemma policy as a YAML config of the VLA's PyTorch trainer says."""
-    from openpi_train.tools.requests import VlaRequest
-
-    return _train_by_yaml("vla", VlaRequest, argv)
-
-
-def _train_by_yaml(verb: str, request_kind: Any, argv: Sequence[str]) -> int:
-    """Train what the verb's module in `tools` makes of its request."""
-    from openpi_train.command_line import Own, TrainFlags, parse_known
-
-    kind = tuple[Own[request_kind], Own[TrainFlags]]
-    (request, process), rest = parse_known(kind, argv, verb, request_kind.__doc__)
-    logs.configure(find_world(process, os.environ).process_index)
-    default, words = importlib.import_module(f"openpi_train.tools.{verb}").experiment_of(request, rest)
-    return _run(with_flags(default, words, verb, "The experiment of a YAML config."), process)
-
-
-def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
-    """The experiment with the flags of `argv` applied. Exits with code 2 on an unknown flag, naming the closest."""
-    from openpi_train.choice import on_mixture, with_rewards
-    from openpi_train.command_line import ManyFields, parse_fields, parse_known
-    from openpi_train.experiment import Experiment, of_one_length
-    from openpi_train.optim import named_optimizer
-
-    many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    if any(value is not None for value in (many.dataset, many.deepspeed, many.repo_id, many.data_robot)):
-        flags = "--dataset, --data.repo-id, --data.robot and --deepspeed"
-        raise UsageError(f"{flags} are for named experiments; --deepspeed-config names another file")
-    if many.optimizer is not None:
-        default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
-    if many.env is not None:
-        default = _in_environment(default, many.env)
-    if many.data_mixture is not None:
-        default = on_mixture(default, many.data_mixture)
-    default = with_rewards(of_one_length(default, argv), argv)
-    return parse_fields(Experiment, default, argv, name, about)
-
-
-def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] = lambda it: it):
-    """The experiment of this name, after `before`, with the flags of `argv` applied. Exits with code 2 on an unknown
-    flag, naming the closest ones; raises UnknownName for an unknown experiment."""
-    from openpi_train import choice, registry
+def _train(name: str, argv: Sequence[str]) -> int:
+    """Train the experiment of this name. Raises UsageError if it is neither that nor a verb."""
+    from openpi_train import registry
 
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
-    from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields, parse_known
-    from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
-    from openpi_train.interop.huggingface import named_model
-    from openpi_train.models.language_part import language_of
-    from openpi_train.optim import named_optimizer
-    from openpi_train.tools import resume_run
-
-    wants_help = _wants_help(argv)
-    many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    model_path, env, robot = many.model_path, many.env, many.data_robot
-    mixture, repo_id = many.data_mixture, many.repo_id
-    given = {"--dataset": many.dataset, "--data.repo-id": repo_id, "--data.mixture": mixture}
-    if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
-        raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")
-    source = None if many.dataset is None else choice.source_of(many.dataset)
-
-    def named(own: "SourceConfig") -> "SourceConfig":
-        """The first dataset of the command line."""
-        return source or (choice.source_of(choice.weighted_path(mixture[0])[0]) if mixture else choice.moved(own, argv))
-
-    loaded = registry.load(name, named, any_dims=wants_help or robot is not None)
-    recorded = loaded if wants_help else resume_run.going_on(loaded, argv)
-    # Of a run that goes on, what it has recorded of its dataset and its model is not read again.
-    default, goes_on = before(recorded), recorded is not loaded
-    if many.deepspeed is not None:
-        from openpi_train.interop.deepspeed.flags import before_given
-
-        given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
-        many, argv = parse_known(ManyFields, before_given(many.deepspeed, given), name, add_help=False)
-    if many.optimizer is not None:
-        default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
-    if source is not None and not (goes_on and choice.is_on(default, source)):
-        default = choice.on_dataset(default, source)
-    if repo_id is not None:
-        default = choice.on_repo_id(default, repo_id)
-    if mixture is not None and not wants_help:
-        default = choice.on_mixture(default, mixture)
-    if robot is not None and not wants_help:
-        default = choice.on_features(default, relative=robot == "relative")
-    if env is not None and not wants_help:
-        default = _in_environment(default, env)
-    if model_path is not None and not wants_help:
-        language = language_of(default.model)
-        if language is None or not goes_on or language.path != model_path:
-            language = named_model(model_path)
-        default = choice.on_model(default, language)
-    default = choice.with_rewards(with_own_warmup(of_one_length(default, argv), argv), argv)
-    # Blank lines between lines, which the help would join otherwise.
-    about = registry.description(name).replace("\n", "\n\n")
-    if wants_help:  # also shows the flags that have been removed
-        everything = tuple[Own[Experiment], Own[TrainFlags], Own[ManyFields]]
-        own = (default, TrainFlags(), ManyFields())
-        parse_fields(everything, own, argv, name, about)
-    return parse_fields(Experiment, default, argv, name, about)
-
-
-def _in_environment(experiment: "Experiment", name: str) -> "Experiment":
-    """The experiment in the environment of this name."""
-    from openpi_train.choice import on_env
-    from openpi_train.envs.named import environment
-
-    with reported_as(UsageError):
-        return on_env(experiment, environment(name))
-
-
-def _wants_help(argv: Sequence[str]) -> bool:
-    return not {"-h", "--help"}.isdisjoint(argv)
+    return train(name, argv)
 
 
 def list_experiments(argv: Sequence[str]) -> int:
@@ -490,7 +299,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-_CHECKED_AHEAD = ("resume", "posttrain", "ript", "vla", "eval")
 # `launch`: the processes of a run may be on other machines.
 _WITHOUT_JAX = ("list", "launch", "runs")
 

@@ -74,7 +74,8 @@ def _entries_of(file: Path, text: str) -> tuple[Entry, ...]:
     try:
         body = ast.parse(text, filename=str(file)).body
     except SyntaxError as error:
-        raise ValueError(f"{file} line {error.lineno} does not parse: {error.msg}") from error
+        line = "" if error.lineno is None else f" line {error.lineno}"
+        raise ValueError(f"{file}{line} does not parse: {error.msg}") from error
     result = []
     for node, following in zip(body, [*body[1:], None], strict=True):
         match node, following:

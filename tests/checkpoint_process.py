@@ -19,7 +19,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from openpi_train.runtime.exits import StorageError
+from openpi_train.runtime.exits import CheckpointError, StorageError
 from openpi_train.training.checkpoints import checkpoint_store, copy_out
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.state import TrainState
@@ -181,7 +181,7 @@ def main() -> None:
             checkpoint_store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**6, 10**6, 0)
         try:
             checkpoints.save(make_state(3), **SAVED_WITH)
-        except StorageError as error:
+        except CheckpointError as error:
             print(error)
     elif action == "save":
         checkpoints.save(make_state(3), **SAVED_WITH)

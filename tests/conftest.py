@@ -101,7 +101,9 @@ def _forget_the_run() -> None:
     root.setLevel(logging.WARNING)
     logging.captureWarnings(False)
     phases._current = phases.Phase(name="starting")
-    phases._step_durations_s.clear()
+    for learned in (phases._step_durations_s, phases._longest_s, phases._seconds, phases._shown):
+        learned.clear()
+    phases._timeouts = None
 
 
 @pytest.fixture(scope="session")

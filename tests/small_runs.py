@@ -14,9 +14,11 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from runs import own_experiment
 
+from openpi_train.evaluation import held_out_loss
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.sharding.strategy import ShardingConfig
+from openpi_train.training import run
 
 SMALL = f"{Path(__file__).resolve()}:small"
 WIDTH = 256
@@ -40,8 +42,12 @@ class PausingPoints(own_experiment.Points):
             raise RuntimeError("the camera is broken")
         if len(self.read) > READ and self.fault == "hangs":
             time.sleep(600)
+        if self.fault == "is slow":
+            time.sleep(0.3)
         if self.fault == "kills" and POISONED_ROW in positions:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs at first step" and self.first == 0:
+            time.sleep(600)
         return super().batch(positions)
 
 
@@ -57,7 +63,8 @@ class OpenedPausingPoints(own_experiment.OpenedPoints):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PausingPointData(own_experiment.PointData):
     pause_s: float = 0.0
-    # "slow to open", "save fails", "raises", "hangs", "kills"
+    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills", "is slow", "is busy",
+    # and "hangs at " with a place below
     fault: str = ""
     process: str = "1"
 
@@ -66,9 +73,21 @@ class PausingPointData(own_experiment.PointData):
         if fault == "slow to open":
             print("the dataset is being opened", flush=True)
             time.sleep(600)
-        if fault == "save fails":
+        if fault == "is busy":
+            note = run.Run.note
+            run.Run.note = lambda *arguments: (time.sleep(0.3), note(*arguments))
+        if fault == "hangs at opening":
+            time.sleep(600)
+        if fault == "hangs at evaluation":
+            held_out_loss.HeldOutLoss.__call__ = lambda *arguments: time.sleep(600)
+        if fault == "hangs at save":
+            ocp.AsyncCheckpointer.save = lambda *arguments, **named: time.sleep(600)
+        if fault in ("save fails", "one save fails"):
+            write = ocp.AsyncCheckpointer.save
 
             def fail(*arguments, **named):
+                if fault == "one save fails":
+                    ocp.AsyncCheckpointer.save = write
                 raise OSError(5, "Input/output error")
 
             ocp.AsyncCheckpointer.save = fail

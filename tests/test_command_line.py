@@ -148,3 +148,10 @@ def test_launching_and_the_list_of_verbs_need_no_tyro():
     for words in (["--help"], ["launch", "local", "--processes", "1", "--dry-run", "--", "debug", "--exp-name", "x"]):
         program = f"import sys\nfrom openpi_train import cli\nsys.exit(cli.run({words!r}) or 'tyro' in sys.modules)"
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_results_of_an_evaluation_do_not_go_into_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "results"):
+        assert cli.run(["eval", "run", "--out", str(out)]) == 2
+        assert f"--out {out}: {tmp_path}/file is a file; name a folder" in capsys.readouterr().err

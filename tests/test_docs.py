@@ -24,7 +24,7 @@ from flax import nnx
 from posttraining_project import write_project
 from vla_project import write_vla_project
 
-from openpi_train import cli, registry
+from openpi_train import cli, registry, train_verbs
 from openpi_train.data import opened
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
@@ -146,7 +146,8 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
         sys.exit(main())
 
     monkeypatch.chdir(Path(my_runs.__file__).parent)
-    monkeypatch.setattr(cli, "run_guarded", run_guarded)
+    for module in (cli, train_verbs):
+        monkeypatch.setattr(module, "run_guarded", run_guarded)
     places = {start: ["main"], rehearsal: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
     places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"], list_runs: ["main"]}

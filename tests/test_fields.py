@@ -14,7 +14,8 @@ LEAST_1 = (
     "reference_batch_size micro_batch_size eval.num_rows eval.num_sample_steps data.max_norm_stats_samples "
     "data.text_lengths eval.closed_loop.episodes_per_task eval.closed_loop.episodes_per_device "
     "eval.closed_loop.execute eval.closed_loop.max_steps local_checkpoints.interval sharding.tensor_devices "
-    "timeouts.rendezvous_s timeouts.handshake_s timeouts.lost_s timeouts.stuck_s timeouts.data_s timeouts.finish_s"
+    "timeouts.rendezvous_s timeouts.handshake_s timeouts.lost_s timeouts.stuck_s timeouts.phase_s "
+    "timeouts.data_s timeouts.finish_s"
 ).split()
 LEAST_0 = (
     "num_workers eval.interval eval.num_train_rows profile sharding.min_shard_mib eval.closed_loop.interval "

@@ -26,6 +26,8 @@ ROWS = (
     {"training"},
     {"policy"},
     {"tools", "serve"},
+    {"experiment_flags"},
+    {"train_verbs"},
     {"cli"},
     {"__main__"},
 )

@@ -35,6 +35,14 @@ def test_it_is_what_its_own_linter_accepts(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_actions_are_those_of_one_commit_and_not_of_a_tag_that_may_move():
+    used = re.findall(r"uses: *(\S+)(.*)", WORKFLOW.read_text())
+    assert used
+    for action, comment in used:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), f"{action}: give the commit of the release"
+        assert re.fullmatch(r" +# v\d+\.\d+\.\d+", comment), f"{action}: say which release that is"
+
+
 def test_the_workflow_makes_targets_that_are_there():
     (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
     targets = job["strategy"]["matrix"]["target"]

@@ -123,6 +123,28 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
+def lines_from_the_end(path: Path, block_bytes: int = 1 << 16) -> Iterator[tuple[int, bytes]]:
+    r"""The byte at which each line begins and the line, the last one first, read in blocks from the file's end."""
+    with path.open("rb") as file, naming(path):
+        begin, held = file.seek(0, os.SEEK_END), b""
+        while begin > 0:
+            size = min(block_bytes, begin)
+            begin -= size
+            file.seek(begin)
+            held = file.read(size) + held
+            # The first line may begin in the block before; until there is none, its begin is held.
+            cut = held.find(b"\n") + 1 if begin else 0
+            if begin and not cut:
+                continue
+            place, lines = begin + len(held), held[cut:].split(b"\n")
+            for number, line in enumerate(reversed(lines)):
+                whole = line if number == 0 else line + b"\n"
+                place -= len(whole)
+                if whole:
+                    yield place, whole
+            held = held[:cut]
+
+
 def claim(folder: Path, plan: Mapping[str, Any]) -> bool:
     """Record in `folder`, which is created, the `plan` (JSON) of what is written there; returns whether it was begun.
 

@@ -1,17 +1,22 @@
 """Addresses on the Hugging Face hub, and downloads to its client's cache. Not needed for local paths.
 
-An address is `hub:USER/NAME`, optionally with a folder and a revision: `hub:USER/NAME/FOLDER@REVISION`.
+An address is `hub:USER/NAME`, optionally with a folder and a revision: `hub:USER/NAME/FOLDER@REVISION`. Without a
+revision it is the newest commit when the process first asks, and that one from there on; a run that goes on is given
+those of its first start (`pin`).
 """
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from openpi_train.runtime.exits import CheckpointError, DataError, RunError, UsageError
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "hub:"
 _ADDRESS = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>[\w./-]+))?")
@@ -37,6 +42,45 @@ class Address:
     def __str__(self) -> str:
         folder = f"/{self.folder}" if self.folder else ""
         return f"{SCHEME}{self.name}{folder}{f'@{self.revision}' if self.revision else ''}"
+
+
+# The commits of repositories that were named without a revision, by kind and name: "model USER/NAME".
+_commits: dict[str, str] = {}
+
+
+def commits() -> dict[str, str]:
+    """The commits that this process has used of repositories named without a revision, by "model USER/NAME"."""
+    return dict(sorted(_commits.items()))
+
+
+def pin(recorded: Mapping[str, str]) -> None:
+    """Use these commits from here on, in the form of `commits`, for addresses without a revision."""
+    for name, commit in recorded.items():
+        if (used := _commits.get(name)) not in (None, commit):
+            logger.warning(
+                "%s has changed on the hub: its commit was %s when the run began, which is used, and is %s now; to "
+                "use that one, begin another run, or give @%s behind the address",
+                name,
+                commit,
+                used,
+                used,
+            )
+        elif used is None:
+            logger.info("%s on the hub: the run's commit is %s", name, commit)
+        _commits[name] = commit
+
+
+def revision_of(name: str, revision: str | None, repo_type: str = "model") -> str | None:
+    """The revision to ask for: the given one, else the commit that is used already; None for the newest."""
+    return revision or _commits.get(f"{repo_type} {name}")
+
+
+def note_commit(name: str, revision: str | None, file: Path, repo_type: str = "model") -> None:
+    """Keep, and log, the commit of a file or folder in the client's cache, which names it, if no revision was given."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", file.as_posix())
+    if found is not None and revision is None and f"{repo_type} {name}" not in _commits:
+        _commits[f"{repo_type} {name}"] = found[1]
+        logger.info("%s %s on the hub: its newest commit is %s", repo_type, name, found[1])
 
 
 def is_offline() -> bool:
@@ -70,7 +114,10 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
         if not only_kept and (offline or is_offline()):
             break
         try:
-            return Path(huggingface_hub.hf_hub_download(repository, file, local_files_only=only_kept))
+            pinned: Any = {"revision": found} if (found := revision_of(repository, None)) else {}
+            path = Path(huggingface_hub.hf_hub_download(repository, file, local_files_only=only_kept, **pinned))
+            note_commit(repository, None, path)
+            return path
         except (OSError, ValueError) as error:  # the hub's errors derive from these
             if not only_kept:
                 state = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -96,10 +143,11 @@ def hub_folder(
         snapshot = client.snapshot_download(
             address.name,
             repo_type=repo_type,
-            revision=address.revision,
+            revision=revision_of(address.name, address.revision, repo_type),
             allow_patterns=[below + pattern for pattern in patterns],
             local_files_only=offline or is_offline(),
         )
+    note_commit(address.name, address.revision, Path(snapshot), repo_type)
     return Path(snapshot) / below
 
 

@@ -24,6 +24,9 @@ FILE_NAME = "norm_stats.json"
 _EPSILON = 1e-6
 # For min_max: a dim whose range is smaller, in its own unit, is normalised to 0.
 CONSTANT_RANGE = 1e-4
+# What lies farther from q01..q99 than this many times their range is a spike, if few are: `spiked`, `spikes.py`, and
+# `data check` (`check/number_kinds.py`) have the same. The full range is then a hundred times that of the quantiles.
+SPIKE_DISTANCE = 49.0
 # The smallest divisor, as a fraction of the dim's own range: normalised values stay within about 1 / fraction.
 # BridgeData's rotations, whose range is large because of rare wraps by 2 pi, are above both.
 _LEAST_STD_OF_RANGE = 2e-3

@@ -200,7 +200,8 @@ def report_dropped(dataset: str, dropped: Sequence[tuple[int, str]], on_bad_reco
     if on_bad_record == "error":
         raise BadRecord(
             f"{summary}:\n  {shown}\n"
-            "Fetch these files again, or leave the episodes out with --data.on-bad-record skip "
+            "Put whole copies of these files in their place, or leave the episodes out with "
+            "--data.on-bad-record skip "
             "(for the `data` verb: --on-bad-record skip)"
         )
     logger.warning("%s and are left out:\n  %s", summary, shown)

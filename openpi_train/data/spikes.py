@@ -6,11 +6,8 @@ from typing import Literal
 import numpy as np
 
 from openpi_train.data.findings import Finding
-from openpi_train.data.normalize import NormStats, spiked
+from openpi_train.data.normalize import SPIKE_DISTANCE, NormStats, spiked
 from openpi_train.data.windows import Windows
-
-# What lies farther from q01..q99 than this many times their range is a spike, if few are: see `spiked`.
-_FAR = 49.0
 
 
 def find_spikes(
@@ -28,7 +25,7 @@ def find_spikes(
     if not len(dims):
         return []
     width = stats.q99[dims] - stats.q01[dims]
-    low, high = stats.q01[dims] - _FAR * width, stats.q99[dims] + _FAR * width
+    low, high = stats.q01[dims] - SPIKE_DISTANCE * width, stats.q99[dims] + SPIKE_DISTANCE * width
     steps: list[list[np.ndarray]] = [[] for _ in dims]
     extremes = [np.empty(0) for _ in dims]
     for block in samples:

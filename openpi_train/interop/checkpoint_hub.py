@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import write_text
-from openpi_train.data.hub import SCHEME, Address, asking, is_offline
+from openpi_train.data.hub import SCHEME, Address, asking, is_offline, note_commit, revision_of
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.phases import phase
 
 # Weights of other libraries, which are often in the same repository and equally large.
 _NOT_READ = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
+_DOWNLOAD_S = 6 * 3600.0
 CARD = "README.md"
 
 
@@ -28,14 +30,15 @@ def fetch(text: str) -> Path:
     """
     address = Address.of(text)
     folder = address.folder
-    with asking(address, "cannot be fetched") as client:
+    with asking(address, "cannot be fetched") as client, phase("downloading the checkpoint", least_s=_DOWNLOAD_S):
         snapshot = client.snapshot_download(
             address.name,
-            revision=address.revision,
+            revision=revision_of(address.name, address.revision),
             allow_patterns=[f"{folder}/**"] if folder else None,
             ignore_patterns=list(_NOT_READ),
             local_files_only=is_offline(),
         )
+    note_commit(address.name, address.revision, Path(snapshot))
     found = Path(snapshot) / folder if folder else Path(snapshot)
     if not found.is_dir():
         raise CheckpointError(f"{address}: the repository has no folder {folder}; look at its files on the hub")

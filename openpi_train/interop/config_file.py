@@ -37,6 +37,10 @@ class ConfigFile:
         """Whether the file has the key `section` or any key below it."""
         return any(key == section or key.startswith(section + ".") for key in self.values)
 
+    def shown(self, key: str) -> str:
+        """The key as messages and reports name it."""
+        return key
+
     def number(self, key: str, default: float | None = None) -> Any:
         """A number; the default if the key is absent or null, None if it is the open word."""
         return self._get(key, default, (int, float), "a number")
@@ -45,7 +49,7 @@ class ConfigFile:
         """An integer of at least 1, as `number`."""
         value = self.number(key, default)
         if value is not None and (value < 1 or not float(value).is_integer()):
-            raise UsageError(f"{key} is {value}; it must be a whole number of at least 1{self._or_open}")
+            raise UsageError(f"{self.shown(key)} is {value}; it must be a whole number of at least 1{self._or_open}")
         return None if value is None else int(value)
 
     def boolean(self, key: str, default: bool | None = None) -> Any:
@@ -60,7 +64,7 @@ class ConfigFile:
         """Two numbers, as `number`."""
         value = self._get(key, default, (list, tuple), "a list of two numbers")
         if value is not None and (len(value) != 2 or not all(isinstance(one, int | float) for one in value)):
-            raise UsageError(f"{key} is {json.dumps(value)}; it must be a list of two numbers")
+            raise UsageError(f"{self.shown(key)} is {json.dumps(value)}; it must be a list of two numbers")
         return value
 
     def _get(self, key: str, default: Any, kind: type | tuple[type, ...], in_words: str) -> Any:
@@ -73,7 +77,7 @@ class ConfigFile:
             self.note(f"{value}: the experiment's own value", key)
             return None
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UsageError(f"{key} is {json.dumps(value)}; it must be {in_words}{self._or_open}")
+            raise UsageError(f"{self.shown(key)} is {json.dumps(value)}; it must be {in_words}{self._or_open}")
         return value
 
     def flag(self, name: str, value: Any, *keys: str) -> None:
@@ -124,7 +128,9 @@ class ConfigFile:
         if unknown:
             known = sorted({*self._unmapped, *self._asked})
             raise UsageError("\n".join(self._unknown(key, known) for key in unknown))
-        entries = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in self.values.items()}
+        entries = {
+            key: f"{self.shown(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in self.values.items()
+        }
         width = max((len(entries[key]) for key in self._meaning), default=0)
         without: dict[str | None, list[str]] = {}
         for key in entries.keys() - self._meaning.keys():
@@ -145,7 +151,9 @@ class ConfigFile:
         beside = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
         close = [f"{section}.{one}" if section else one for one in difflib.get_close_matches(name, beside, n=1)]
         close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.9)
-        return f"unknown key {key}; " + (f"did you mean {close[0]}?" if close else f"{self._owner} has no such key")
+        whole = self.shown(key)
+        hint = f"did you mean {whole.removesuffix(key)}{close[0]}?" if close else f"{self._owner} has no such key"
+        return f"unknown key {whole}; {hint}"
 
 
 def words(name: str, value: Any) -> Flag:

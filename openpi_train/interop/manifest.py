@@ -22,8 +22,8 @@ _CHUNK_BYTES = 4 << 20
 _READERS = 4  # zlib.crc32 releases the GIL, so a few threads keep a disk busy
 
 
-def write_manifest(directory: pathlib.Path) -> None:
-    """List every file below `directory` in its `manifest.json`; reads all of them once."""
+def write_manifest(directory: pathlib.Path) -> int:
+    """List every file below `directory` in its `manifest.json`, and return their bytes; reads all of them once."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         checksums = list(pool.map(_crc32, paths))
@@ -32,6 +32,7 @@ def write_manifest(directory: pathlib.Path) -> None:
         for path, checksum in zip(paths, checksums, strict=True)
     }
     write_json(directory / MANIFEST, {"files": files})
+    return sum(size for size, _ in files.values())
 
 
 def has_manifest(directory: pathlib.Path) -> bool:

@@ -88,7 +88,7 @@ class Place:
         """The JSON object in a file. Raises CheckpointError if it cannot be read, or is not one."""
         try:
             found = json.loads(self.read(name))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self}/{name} is not JSON ({error}); fetch it again") from error
         if not isinstance(found, dict):
             raise CheckpointError(f"{self}/{name} holds a {type(found).__name__}, not a JSON object; fetch it again")

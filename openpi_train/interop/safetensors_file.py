@@ -32,6 +32,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SHARD_BYTES = 5_000_000_000
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+# Commas and brackets of a header, about ten a tensor: what JSON takes in memory grows with them.
+_MOST_HEADER_PARTS = 5_000_000
+_MOST_DIMS = 32
 
 
 def tensor_names(place: Place) -> Iterable[str]:
@@ -49,7 +52,9 @@ def open_model(place: Place) -> Leaves:
     try:
         held: dict[str, str] = json.loads(place.read(INDEX))["weight_map"]
         files = sorted(set(held.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if odd := [file for file in files if not isinstance(file, str) or "/" in file or "\0" in file]:
+            raise ValueError(f"{odd[0]!r} is no name of a file in this folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{place}/{INDEX} is damaged ({type(error).__name__}: {error}); fetch it again"
         ) from error
@@ -75,21 +80,17 @@ def open_file(place: Place, file: str) -> Leaves:
     """The tensors of one file by name. Raises CheckpointError if it is missing, truncated, or in another format."""
     where = f"{place}/{file}"
     header, begin = _read_header(place, file, where)
-    tensors, end = {}, 0
+    tensors, ranges = {}, []
     for name, entry in header.items():
-        try:
-            dtype_name, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{where}: the header's entry of {name} is damaged ({error}); fetch it again"
-            ) from error
-        if dtype_name not in _DTYPES:
-            raise CheckpointError(f"{where}: {name} is of type {dtype_name}; supported are {', '.join(_DTYPES)}")
-        dtype = _DTYPES[dtype_name]
-        if last - first != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{where}: {name} {shape} has {last - first} bytes in the header; fetch it again")
+        dtype, shape, first, last = _entry(where, name, entry)
         tensors[name] = _tensor(place, file, begin + first, shape, dtype)
-        end = max(end, last)
+        ranges.append((first, last, name))
+    end = 0
+    for first, last, name in sorted(ranges):
+        if first != end:
+            how = "overlap with those of another tensor" if first < end else f"leave {first - end} bytes before them"
+            raise CheckpointError(f"{where}: the bytes of {name} {how}, against the format; fetch it again")
+        end = last
     if place.local and (size := (place.local / file).stat().st_size) != begin + end:
         raise CheckpointError(f"{where} is truncated: it has {size} of {begin + end} bytes; fetch it again")
     return tensors
@@ -148,12 +149,34 @@ def _read_header(place: Place, file: str, where: str) -> tuple[dict[str, Any], i
     text = place.read(file, _LENGTH_BYTES, _LENGTH_BYTES + length)
     if len(text) < length:
         raise CheckpointError(f"{where} is truncated: its header has {len(text)} of {length} bytes; fetch it again")
+    if (parts := sum(map(text.count, (b",", b"[", b"{")))) > _MOST_HEADER_PARTS:
+        raise CheckpointError(f"{where}: its header has {parts:,} parts; the most are {_MOST_HEADER_PARTS:,}")
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{where}: its header is damaged ({error}); fetch it again") from error
     return header, _LENGTH_BYTES + length
+
+
+def _entry(where: str, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    """A tensor's dtype, its shape, and where its bytes begin and end behind the header, as the header says."""
+    try:
+        dtype_name, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+            raise ValueError("sizes and offsets are whole numbers from 0")
+        if len(shape) > _MOST_DIMS:
+            raise ValueError(f"it has {len(shape)} dims; the most are {_MOST_DIMS}")
+        if not isinstance(dtype_name, str):
+            raise ValueError("its type is no text")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: the header's entry of {name} is damaged ({error}); fetch it again") from error
+    if dtype_name not in _DTYPES:
+        raise CheckpointError(f"{where}: {name} is of type {dtype_name}; supported are {', '.join(_DTYPES)}")
+    dtype = _DTYPES[dtype_name]
+    if last - first != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{where}: {name} {shape} has {last - first} bytes in the header; fetch it again")
+    return dtype, shape, first, last
 
 
 def _tensor(place: Place, file: str, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> StoredLeaf:
@@ -161,7 +184,10 @@ def _tensor(place: Place, file: str, offset: int, shape: tuple[int, ...], dtype:
         return in_file(place.local / file, dtype, shape, offset)
 
     def read(index: Index) -> np.ndarray:
-        content = place.read(file, offset, offset + math.prod(shape) * dtype.itemsize)
+        size = math.prod(shape) * dtype.itemsize
+        content = place.read(file, offset, offset + size)
+        if len(content) < size:
+            raise CheckpointError(f"{place}/{file} is truncated: fetch it again")
         return np.frombuffer(content, dtype).reshape(shape)[index]
 
     return StoredLeaf(shape=shape, dtype=dtype, read=read)

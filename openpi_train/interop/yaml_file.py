@@ -34,15 +34,21 @@ class YamlFile(ConfigFile):
 
     def __init__(self, config: Mapping[str, Any], unmapped: Mapping[str, str], owner: str, given: Mapping[str, Any]):
         super().__init__(_one_level({**config}), unmapped, owner, open_word=None)
+        inside = config.get(_TRAINING, {})
+        self._in_training = {key for key, _ in flatten(inside) if key not in given}
         self.values.update(given)
         # The keys that gave each flag.
         self.origin: dict[str, tuple[str, ...]] = {}
+
+    def shown(self, key: str) -> str:
+        """The key where it stands in the file."""
+        return f"{_TRAINING}.{key}" if key in self._in_training else key
 
     def whole(self, key: str, default: int | None = None) -> int | None:
         """An integer of at least 0; the default if the key is absent."""
         value = self.number(key, default)
         if value is not None and (value < 0 or not float(value).is_integer()):
-            raise UsageError(f"{key} is {value}; it must be a whole number of at least 0")
+            raise UsageError(f"{self.shown(key)} is {value}; it must be a whole number of at least 0")
         return None if value is None else int(value)
 
     def entries(self, key: str) -> Any:
@@ -53,7 +59,7 @@ class YamlFile(ConfigFile):
         """A word among `allowed`, in any case; None if the key is absent."""
         value = self.text(key)
         if value is not None and value.lower() not in allowed:
-            raise UsageError(f"{key} is {value!r}; allowed: {', '.join(allowed)}")
+            raise UsageError(f"{self.shown(key)} is {value!r}; allowed: {', '.join(allowed)}")
         return None if value is None else value.lower()
 
     def agreed(self, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
@@ -65,7 +71,8 @@ class YamlFile(ConfigFile):
         for key, value in list(found.items())[1:]:
             first = next(iter(found))
             if value != found[first]:
-                raise contradiction(f"{first} is {_shown(found[first])} and {key} is {_shown(value)}")
+                one, other = (f"{self.shown(name)} is {_shown(found[name])}" for name in (first, key))
+                raise contradiction(f"{one} and {other}")
         return next(iter(found.values()), None)
 
     def spelled(self, name: str, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
@@ -137,8 +144,11 @@ def read_yaml(path: str | Path) -> Mapping[str, Any]:
         config = _without_nulls(yaml.load(text, _StrictLoader))
     except OSError as error:
         raise UsageError(f"the config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no YAML config: {error}") from error
+        hint = "; YAML is indented by spaces, not tabs" if "'\\t'" in str(error) else ""
+        raise UsageError(f"{path} is no YAML config: {error}{hint}") from error
     if not isinstance(config, dict) or not config:
         raise UsageError(f"{path} is no YAML config: it must hold keys with values, such as `training:`")
     return config

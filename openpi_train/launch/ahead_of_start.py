@@ -4,6 +4,7 @@ Launchers use the standard library alone, so the run's own code looks (`training
 it to. Read next: `slurm.py`, a caller.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -13,12 +14,14 @@ from pathlib import Path
 
 from openpi_train import faults
 from openpi_train.launch import own_python
-from openpi_train.launch.spec import LaunchError
+from openpi_train.launch.spec import LaunchError, this_python
 
 # The number of the run's devices: a process with it says whether a start on them would be refused, and starts nothing.
 VARIABLE = "OPENPI_TRAIN_CHECK_DEVICES"
 # Variables that other launchers leave in a shell; a process would use them as its identity.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What the run prints of its batch, for launchers.
+BATCH_LINE = "rows per step: "
 _MOST_S = 180
 _REFUSED = (faults.USAGE, faults.DATA, faults.CHECKPOINT, faults.INDIVISIBLE)
 _MOST_LINES = 40
@@ -87,6 +90,22 @@ def require_start(
         _tell_unchecked(said[-1] if said else f"exit code {done.returncode}")
     elif notes := [line for line in done.stdout.splitlines() if line.startswith("not checked:")]:
         sys.stderr.write("\n".join([f"launch: {note}" for note in notes]) + "\n")
+
+
+@functools.cache
+def rows_per_step(arguments: tuple[str, ...], num_devices: int, folder: str) -> int | None:
+    """The batch size of the run on so many devices, as the run itself says; None if it does not within a minute."""
+    clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    variables = {**clean, VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
+    command = [this_python(), "-m", "openpi_train", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(rf"^{BATCH_LINE}(\d+)$", done.stdout, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _tell_unchecked(why: str) -> None:

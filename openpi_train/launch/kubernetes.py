@@ -9,6 +9,7 @@ the cluster's API is not used. Read next: `yaml.py`, `../faults.py` for the code
 import argparse
 import dataclasses
 import re
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,9 @@ _KILLS_PER_RESTART = 20
 _REPLICATED_JOB = "hosts"
 _GIVE_UP = faults.codes_with(Restart.NEVER, Restart.FEWER_HOSTS)  # the same would happen again
 _GO_ON = faults.codes_with(Restart.SAME_HOSTS, Restart.OTHER_HOSTS)
-# Distinguishes jobs, and in a JobSet also attempts: every Job has its own uid.
-_UID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
+_TOKEN_VARIABLE, _TOKEN_KEY = "OPENPI_TRAIN_JOB_TOKEN", "token"
+_SUBDOMAIN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+_SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|AUTH|JWT|COOKIE)$|SECRET|PASSW|CREDENTIAL")
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -47,6 +49,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=VALUE nor NAME")
+    return name, value if equals else None
 
 
 def _claim(text: str) -> tuple[str, str]:
@@ -72,9 +81,18 @@ class Kubernetes(Launch):
         "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
     )
     fs_group: int | None = option("group that may write to the volumes; of our Dockerfile's image: 1000", None)
+    run_as_user: int | None = option(
+        "user of the pods' processes, 0 for root; needed if the image's user is a name or root", None
+    )
     cpus: str | None = option('CPUs of each pod, in the format of Kubernetes: "32"', None)
     memory: str | None = option('memory of each pod, including /dev/shm: "256Gi"', None)
-    env: tuple[tuple[str, str], ...] = option("set in every pod", (), type=_pair, metavar="NAME=VALUE")
+    env: tuple[tuple[str, str | None], ...] = option(
+        "set in every pod; NAME alone: from the secret of --env-secret, and the manifest does not hold it",
+        (),
+        type=_variable,
+        metavar="NAME=VALUE",
+    )
+    env_secret: str | None = option("secret with the variables of --env NAME (default: <name>-env)", None)
     node_selector: tuple[tuple[str, str], ...] = option(None, (), type=_pair, metavar="KEY=VALUE")
     service_account: str | None = option("(default: the namespace's; none is needed)", None)
     shared_memory_gib: int = option("size of /dev/shm (%(default)s)", 16)
@@ -99,9 +117,13 @@ class Kubernetes(Launch):
             raise LaunchError(
                 f"--fs-group {self.fs_group} is not the number of a group; the image of our Dockerfile has 1000"
             )
+        if self.run_as_user is not None and self.run_as_user < 0:
+            raise LaunchError(f"--run-as-user {self.run_as_user} is not the number of a user")
         check_port(self.port, "--port")
         for variable, _ in self.env:
             check_variable(variable)
+        if self.env_secret is not None and not re.fullmatch(_SUBDOMAIN, self.env_secret):
+            raise LaunchError(f"--env-secret {self.env_secret!r} is not the name of a Kubernetes secret")
         if self.memory is not None and not re.fullmatch(r"[1-9]\d*[KMGTP]i?", self.memory):
             raise LaunchError(f"--memory {self.memory!r} is not in the format of Kubernetes: 256Gi")
         mounts = ["/dev/shm", *(path for _, path in self.claims)]
@@ -114,16 +136,44 @@ class Kubernetes(Launch):
         job = self.name if self.form == "job" else f"{self.name}-{_REPLICATED_JOB}-0"
         return f"{job}-{index}"
 
+    @property
+    def given(self) -> dict[str, str]:
+        """The variables that were given with a value."""
+        return {name: value for name, value in self.env if value is not None}
+
+    @property
+    def from_secret(self) -> list[str]:
+        """The variables whose values are in the secret `secret_name`."""
+        return [name for name, value in self.env if value is None]
+
+    @property
+    def secret_name(self) -> str:
+        """The secret with the variables that were given by name."""
+        return self.env_secret or f"{self.name}-env"
+
+    def _tell_secrets(self) -> None:
+        """Tell how the secret is made, and which values in the manifest look like one."""
+        if self.from_secret:
+            namespace = f" --namespace {self.namespace}" if self.namespace else ""
+            values = " ".join(f'--from-literal={name}="${name}"' for name in self.from_secret)
+            sys.stderr.write(
+                f"launch: the pods wait for the secret {self.secret_name}: kubectl create secret generic "
+                f"{self.secret_name}{namespace} {values}\n"
+            )
+        for name in filter(_SECRET_NAME.search, self.given):
+            sys.stderr.write(f"launch: --env {name}=... puts its value into the manifest: --env {name} does not\n")
+
     def launch(self) -> int:
         """Write the manifest, apply it if asked to, and return the exit code."""
         if not self.no_check and not self.dry_run:
             devices = self.num_nodes * max(self.gpus_per_node, 1)
-            require_start(self.arguments, num_devices=devices, env=dict(self.env), has_files=False)
+            require_start(self.arguments, num_devices=devices, env=self.given, has_files=False)
         text = dump_all(manifest(self))
+        self._tell_secrets()
         if not self.claims:
             sys.stderr.write("launch: no --pvc: everything a pod writes, even checkpoints, is lost with the pod\n")
         if self.out:
-            self.out.write_text(text, encoding="utf-8")
+            _write(self.out, text)
         if not self.apply or self.dry_run:
             sys.stdout.write("" if self.out else text)
             return 0
@@ -136,11 +186,31 @@ class Kubernetes(Launch):
 
 
 def manifest(spec: Kubernetes) -> list[Json]:
-    """The objects to create, in order."""
-    return [_service(spec), _job(spec)] if spec.form == "job" else [_jobset(spec)]
+    """The objects to create, in order. Each manifest has a new token for the pods, which nobody can guess."""
+    # Its name is new, too: a manifest that is applied to a job that runs leaves that job's token as it is.
+    token = None if _TOKEN_VARIABLE in dict(spec.env) else f"{spec.name}-token-{secrets.token_hex(4)}"
+    first = [_token_secret(spec, token)] if token else []
+    return [*first, _service(spec), _job(spec, token)] if spec.form == "job" else [*first, _jobset(spec, token)]
 
 
-def _job(spec: Kubernetes) -> Json:
+def _token_secret(spec: Kubernetes, token: str) -> Json:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**_metadata(spec), "name": token},
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {_TOKEN_KEY: secrets.token_hex(16)},
+    }
+
+
+def _write(file: Path, text: str) -> None:
+    """Write the manifest; a new file is its owner's alone, since it holds the token."""
+    file.touch(0o600)
+    file.write_text(text, encoding="utf-8")
+
+
+def _job(spec: Kubernetes, token: str | None) -> Json:
     """Pods that fail are replaced one by one. What a restart mends, and evictions, do not count towards --max-restarts:
     the run itself counts the starts that saved nothing new."""
     ignored = [
@@ -151,11 +221,11 @@ def _job(spec: Kubernetes) -> Json:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(spec),
-        "spec": _job_spec(spec, backoff_limit=_KILLS_PER_RESTART * spec.max_restarts, further_rules=ignored),
+        "spec": _job_spec(spec, token, backoff_limit=_KILLS_PER_RESTART * spec.max_restarts, further_rules=ignored),
     }
 
 
-def _jobset(spec: Kubernetes) -> Json:
+def _jobset(spec: Kubernetes, token: str | None) -> Json:
     """All pods are replaced together, as soon as one fails in a way that a restart may fix."""
     give_up = {"name": "giveUp", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
@@ -169,7 +239,7 @@ def _jobset(spec: Kubernetes) -> Json:
                 {
                     "name": _REPLICATED_JOB,
                     "replicas": 1,
-                    "template": {"spec": _job_spec(spec, backoff_limit=0, further_rules=[])},
+                    "template": {"spec": _job_spec(spec, token, backoff_limit=0, further_rules=[])},
                 }
             ],
         },
@@ -195,7 +265,7 @@ def _service(spec: Kubernetes) -> Json:
     }
 
 
-def _job_spec(spec: Kubernetes, *, backoff_limit: int, further_rules: list[Json]) -> Json:
+def _job_spec(spec: Kubernetes, token: str | None, *, backoff_limit: int, further_rules: list[Json]) -> Json:
     give_up = {"action": "FailJob", "onExitCodes": _exit_codes(_GIVE_UP)}
     return {
         "completionMode": "Indexed",
@@ -203,33 +273,35 @@ def _job_spec(spec: Kubernetes, *, backoff_limit: int, further_rules: list[Json]
         "parallelism": spec.num_nodes,
         "backoffLimit": backoff_limit,
         "podFailurePolicy": {"rules": [give_up, *further_rules]},
-        "template": {"metadata": {"labels": _labels(spec)}, "spec": _pod_spec(spec)},
+        "template": {"metadata": {"labels": _labels(spec)}, "spec": _pod_spec(spec, token)},
     }
 
 
-def _pod_spec(spec: Kubernetes) -> Json:
+def _pod_spec(spec: Kubernetes, token: str | None) -> Json:
     claims = [(f"claim-{number}", name, path) for number, (name, path) in enumerate(spec.claims)]
     memory = {"medium": "Memory", "sizeLimit": f"{spec.shared_memory_gib}Gi"}
     optional: Json = {
         "serviceAccountName": spec.service_account,
         "nodeSelector": dict(spec.node_selector),
         "imagePullSecrets": [{"name": name} for name in (spec.image_pull_secret,) if name],
+        "automountServiceAccountToken": None if spec.service_account else False,  # the cluster's API is not used
         "securityContext": _security(spec),
     }
     return {
         "restartPolicy": "Never",  # required by podFailurePolicy; the Job makes a new pod instead
         "subdomain": spec.name,
         "terminationGracePeriodSeconds": spec.grace_s,
-        **{name: value for name, value in optional.items() if value},
+        **{name: value for name, value in optional.items() if value or value is False},
         "containers": [
             {
                 "name": _CONTAINER,
                 "image": spec.image,
                 # No shell around the process, so that SIGTERM reaches it.
                 "command": ["python", "-m", "openpi_train", *spec.arguments],
-                "env": _environment(spec),
+                "env": _environment(spec, token),
                 "ports": [{"containerPort": spec.port}, {"containerPort": spec.port + 1}],
                 "resources": _resources(spec),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 "volumeMounts": [
                     {"name": "shared-memory", "mountPath": "/dev/shm"},
                     *({"name": volume, "mountPath": path} for volume, _, path in claims),
@@ -243,7 +315,7 @@ def _pod_spec(spec: Kubernetes) -> Json:
     }
 
 
-def _environment(spec: Kubernetes) -> list[Json]:
+def _environment(spec: Kubernetes, token: str | None) -> list[Json]:
     variables = {
         "OPENPI_TRAIN_NUM_PROCESSES": str(spec.num_nodes),
         "OPENPI_TRAIN_COORDINATOR": f"{spec.pod_name(0)}.{spec.name}:{spec.port}",
@@ -251,16 +323,31 @@ def _environment(spec: Kubernetes) -> list[Json]:
         MAX_RESTARTS_VARIABLE: str(spec.max_restarts),
         "PYTHONUNBUFFERED": "1",
         **({} if spec.gpus_per_node else {"JAX_PLATFORMS": "cpu"}),
-        **dict(spec.env),
+        **spec.given,
     }
-    token = {"name": "OPENPI_TRAIN_JOB_TOKEN", "valueFrom": {"fieldRef": {"fieldPath": _UID_LABEL}}}
-    return [token, *({"name": name, "value": value} for name, value in variables.items())]
+    return [
+        *([_from_secret(_TOKEN_VARIABLE, token, _TOKEN_KEY)] if token else []),
+        *(_from_secret(name, spec.secret_name, name) for name in spec.from_secret),
+        *({"name": name, "value": value} for name, value in variables.items()),
+    ]
+
+
+def _from_secret(variable: str, secret: str, key: str) -> Json:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def _security(spec: Kubernetes) -> Json:
-    """A new volume belongs to root, and an image's own user writes to it as a member of this group alone."""
-    # Of a volume that has the group already, the files are not visited one by one at each start.
-    return {} if spec.fs_group is None else {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    """No root, the runtime's own list of system calls; and a group that may write to volumes.
+
+    A new volume belongs to root, and an image's own user writes to it as a member of this group alone.
+    """
+    found: Json = {"runAsNonRoot": spec.run_as_user != 0, "seccompProfile": {"type": "RuntimeDefault"}}
+    if spec.run_as_user is not None:
+        found["runAsUser"] = spec.run_as_user
+    if spec.fs_group is not None:
+        # Of a volume that has the group already, the files are not visited one by one at each start.
+        found |= {"fsGroup": spec.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    return found
 
 
 def _resources(spec: Kubernetes) -> Json:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+from typing import Any
 
 from openpi_train.launch.options import Here, Launch, option
 from openpi_train.launch.processes import LaunchOutcome, announced, free_port, run, show
@@ -31,8 +32,8 @@ class Local(Launch):
         log_dir = announced(self.processes, self.here.log_dir)
 
         def begin(start: Start) -> LaunchOutcome:
-            own = {"port": self.port or free_port(), "token": secrets.token_hex(8)}
-            share = commands(dataclasses.replace(spec, arguments=start.arguments, **own))
+            own: dict[str, Any] = {"port": self.port or free_port(), "token": secrets.token_hex(16)}
+            share = commands(dataclasses.replace(spec, arguments=start.arguments, restart=start.number, **own))
             return run(share, start.log_dir(log_dir), self.here.grace_s)
 
         return supervise(begin, Start(arguments=self.arguments), Rules(max_restarts=self.max_restarts))

@@ -20,7 +20,7 @@ class Manual(Launch):
     master_addr: str = option("address of host 0, which all hosts can reach")
     master_port: int = option("coordinator's port there (%(default)s)", DEFAULT_PORT)
     per_node: PerNode
-    job_token: str = option("a token, the same on all hosts, that keeps other jobs out", "")
+    job_token: str = option("a secret, the same on all hosts (default: made by process 0, in the run's folder)", "")
     here: Here
 
     def launch(self) -> int:

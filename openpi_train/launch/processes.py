@@ -55,6 +55,8 @@ class LaunchOutcome:
     """This launcher was told to stop, by a signal or Ctrl-C."""
     lost_hosts: tuple[str, ...] = ()
     """Hosts that could not be reached, or were lost, or whose hardware has failed."""
+    broken_hosts: tuple[str, ...] = ()
+    """Those whose hardware has failed."""
     status: Status = NOTHING
     """The status of process 0."""
 
@@ -234,11 +236,14 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
         code=code,
         reason=reason,
         asked=bool(received),
-        lost_hosts=tuple(
-            dict.fromkeys(record.host for record in records if record.lost or record.code == faults.HARDWARE)
-        ),
+        lost_hosts=_hosts(record for record in records if record.lost or record.code == faults.HARDWARE),
+        broken_hosts=_hosts(record for record in records if record.code == faults.HARDWARE),
         status=records[0].status,
     )
+
+
+def _hosts(records: Iterable[ProcessRecord]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.host for record in records))
 
 
 def _wait_for_end(records: Sequence[ProcessRecord], started: Sequence[Started], grace_s: float) -> None:

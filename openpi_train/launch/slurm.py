@@ -233,7 +233,7 @@ def script(job: Slurm) -> str:
             *(f"#SBATCH {header}" for header in _headers(job)),
             "",
             "# Who a process is comes from the Slurm step, not from what the submitting shell had set.",
-            f"unset {' '.join(RANK_VARIABLES)} OPENPI_TRAIN_JOB_TOKEN",
+            f"unset {' '.join(RANK_VARIABLES)} OPENPI_TRAIN_JOB_TOKEN OPENPI_TRAIN_JOB_TOKEN_FILE",
             *(f"export {name}={shlex.quote(value)}" for name, value in _environment(job).items()),
             *activate,
             "",
@@ -243,6 +243,7 @@ def script(job: Slurm) -> str:
             f'never=" {_words(Restart.NEVER, Restart.FEWER_HOSTS)} "',
             # What this script and its restarts remember.
             f'export job_files={shlex.quote(f"{job.absolute(job.output_dir)}/{job.name}_")}"$SLURM_JOB_ID"',
+            _TOKEN,
             _TASK,
             f"program=({shlex.join(_program(job))})",
             f"{shlex.join(_srun(job))} \\",
@@ -313,9 +314,15 @@ def _program(job: Slurm) -> list[str]:
     if job.container is None or job.container_runtime == "pyxis":
         return program
     folder = str(job.folder.absolute())
-    mounts = [word for mount in (folder, *job.container_mount) for word in ("--bind", mount)]
+    mounts = [word for mount in (folder, *_output(job), *job.container_mount) for word in ("--bind", mount)]
     gpus = ["--nv"] if job.gpus_per_node else []
     return ["apptainer", "exec", *gpus, *mounts, "--pwd", folder, job.container, *program]
+
+
+def _output(job: Slurm) -> list[str]:
+    """The output's folder, where a task in a container reads the token and writes its status, if `folder` lacks it."""
+    output = Path(job.absolute(job.output_dir))
+    return [] if output.is_relative_to(job.folder.absolute()) else [str(output)]
 
 
 def _srun(job: Slurm) -> list[str]:
@@ -325,7 +332,7 @@ def _srun(job: Slurm) -> list[str]:
     words += [f"--cpus-per-task={job.cores_per_task}"] if job.cores_per_task else []
     if job.container is not None and job.container_runtime == "pyxis":
         folder = job.folder.absolute()
-        mounts = ",".join([f"{folder}:{folder}", *job.container_mount])
+        mounts = ",".join([f"{folder}:{folder}", *(f"{one}:{one}" for one in _output(job)), *job.container_mount])
         words += [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={folder}"]
         words += ["--no-container-entrypoint"]  # a cluster may run it, and then it would get bash as its argument
     return [*words, "--kill-on-bad-exit=1", "--label"]
@@ -369,6 +376,11 @@ def _submit(file: Path, job: Slurm) -> str:
     return done.stdout.strip().partition(";")[0]  # "4711" or "4711;cluster"
 
 
+_TOKEN = r"""
+# By this secret the tasks know each other. A file, which no list of processes or of the job's variables shows.
+export OPENPI_TRAIN_JOB_TOKEN_FILE="$job_files.token"
+(umask 077; rm -f "$job_files.token"; od -An -v -tx1 -N16 /dev/urandom | tr -d ' \n' > "$job_files.token")"""
+
 _TASK = r"""
 # srun returns the highest exit code of its tasks, which should be the cause and not a consequence. So each task raises
 # its own: one after which the run starts again ("lost a peer", "saved and stopped") to 150 and above, the program's
@@ -390,6 +402,7 @@ _END = r"""step=$!
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done  # a signal interrupts `wait`
 wait "$step"
 code=$?
+rm -f "$job_files.token"
 trap '' TERM USR1
 if [ "$code" -gt 180 ]; then code=$((code - 180)); elif [ "$code" -ge 150 ]; then code=$((code - 80)); fi
 

@@ -11,6 +11,8 @@ import sys
 from openpi_train.launch import own_python
 
 DEFAULT_PORT = 29500
+# The number of the restart, for a process that a launcher starts again.
+RESTART_VARIABLE = "OPENPI_TRAIN_RESTART"
 # Variables that identify a process: set by launchers, never by --env.
 _PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
@@ -41,7 +43,9 @@ class LaunchSpec:
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
-    """Token that keeps processes of other jobs out."""
+    """Secret by which the processes of a start know each other; "": process 0 makes one, in the run's folder."""
+    restart: int = 0
+    """How many starts of the run this launcher has made before."""
     program: tuple[str, ...] = dataclasses.field(default_factory=lambda: (this_python(), "-m", "openpi_train"))
 
     def __post_init__(self):
@@ -144,5 +148,7 @@ def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
     }
     if len(spec.hosts) > 1:
         environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name missing hosts
+    if spec.restart:
+        environment[RESTART_VARIABLE] = str(spec.restart)
     token = {"OPENPI_TRAIN_JOB_TOKEN": spec.token} if spec.token else {}
     return {**environment, **cpu_devices(spec.devices_per_process), **token}

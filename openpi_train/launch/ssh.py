@@ -11,6 +11,7 @@ import os
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 from openpi_train import faults
 from openpi_train.launch import remote
+from openpi_train.launch.ahead_of_start import rows_per_step
 from openpi_train.launch.child import DRAIN_S, Child, Started
 from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
 from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
@@ -28,6 +30,7 @@ from openpi_train.launch.supervise import Rules, Start, max_restarts_option, sup
 
 # No prompts, which nobody could answer; a lost host is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+_ANSWER_S = 45.0  # more than ssh's own limit on connecting
 _PORTS = 1000  # pairs of ports that restarts use in turn
 _SSH_FAILED = 255  # ssh's own failure; every other code is that of the remote program
 
@@ -56,6 +59,13 @@ class Ssh(Launch):
         type=at_least(0),
         metavar="M",
     )
+    num_hosts: int | None = option(
+        "how many of the hosts to use at a time; the others are spare (default: all)",
+        None,
+        flags=["--nodes"],
+        type=at_least(1),
+        metavar="N",
+    )
     here: Here
 
     def launch(self) -> int:
@@ -63,42 +73,56 @@ class Ssh(Launch):
         hosts = {_name(host): host for host in self._words_of_hosts()}
         if self.min_nodes is not None and not self.max_restarts:
             raise LaunchError("--min-nodes needs restarts after a host was lost: also give --max-restarts")
-        if self.min_nodes is not None and not 1 <= self.min_nodes <= len(hosts):
-            raise LaunchError(f"--min-nodes {self.min_nodes} is not from 1 to {len(hosts)}, the number of hosts")
+        number = len(hosts) if self.num_hosts is None else self.num_hosts
+        if number > len(hosts):
+            raise LaunchError(f"--nodes {number} is more than the {len(hosts)} hosts that are named")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= number:
+            raise LaunchError(f"--min-nodes {self.min_nodes} is not from 1 to {number}, the number of hosts")
         env = _variables(self.env)
         if self.python == sys.executable:
             this_python()
         workdir = os.getcwd() if self.workdir is None else self.workdir
         far = f"cd {shlex.quote(workdir)} && exec {shlex.quote(self.python)} -m {remote.__name__}"
         lines = {name: (*shlex.split(self.ssh_command), host, far) for name, host in hosts.items()}
-        first = Start(arguments=self.arguments, hosts=tuple(hosts))
+        first = Start(arguments=self.arguments, hosts=tuple(hosts)[:number])
         spec = self._spec(first, first.hosts[0])
         if self.here.dry_run:
-            for node, line in enumerate(lines.values()):
+            for node, line in enumerate(lines[name] for name in first.hosts):
                 print(shlex.join(line))
                 for command in share_of(spec, node):
                     print(f"    {command.line()}")
             return 0
-        num_processes = len(hosts) * spec.processes_per_host
-        log_dir = announced(num_processes, self.here.log_dir, f" on {', '.join(hosts)}")
+        num_processes = number * spec.processes_per_host
+        log_dir = announced(num_processes, self.here.log_dir, f" on {', '.join(first.hosts)}")
 
         def begin(start: Start) -> LaunchOutcome:
-            spec = dataclasses.replace(self._spec(start, first.hosts[0]), token=secrets.token_hex(8))
+            spec = dataclasses.replace(self._spec(start, first.hosts[0]), token=secrets.token_hex(16))
             job = {"spec": dataclasses.asdict(spec), "env": env, "grace_s": self.here.grace_s}
             return _run(job, spec, {name: lines[name] for name in start.hosts}, start.log_dir(log_dir))
 
-        rules = Rules(max_restarts=self.max_restarts, min_hosts=self.min_nodes, fits=self.can_share)
+        rules = Rules(
+            max_restarts=self.max_restarts,
+            min_hosts=self.min_nodes,
+            fits=lambda count: self.can_share(count, number, workdir),
+            hosts=tuple(hosts),
+            num_hosts=number,
+            answers=lambda name: _answers((*shlex.split(self.ssh_command), hosts[name], "true")),
+        )
         return supervise(begin, first, rules)
 
-    def can_share(self, num_hosts: int) -> bool:
-        """Whether `num_hosts` hosts can share the batch, as far as the command line says; otherwise the run itself
-        checks."""
+    def can_share(self, num_hosts: int, num_at_first: int, workdir: str) -> bool:
+        """Whether `num_hosts` hosts can share the batch of a run on `num_at_first`. The command line says so, or the
+        run is asked, here; if it does not know, it checks itself when it starts."""
         words = [word.replace("_", "-") for argument in self.arguments for word in argument.split("=", 1)]
         sizes = [size for flag, size in itertools.pairwise(words) if flag == "--batch-size"]
-        if not sizes or not sizes[-1].isdecimal() or "--no-keep-effective-batch-size" in words:
+        if "--no-keep-effective-batch-size" in words:
             return True
-        devices = 1 if self.per_node.gpus_per_node else self.here.devices_per_process or 1
-        return int(sizes[-1]) % (num_hosts * self.per_node.processes * devices) == 0
+        devices = self.per_node.gpus_per_node or self.per_node.processes * (self.here.devices_per_process or 1)
+        if sizes and sizes[-1].isdecimal():
+            rows: int | None = int(sizes[-1])
+        else:
+            rows = rows_per_step(self.arguments, num_at_first * devices, workdir)
+        return rows is None or rows % (num_hosts * devices) == 0
 
     def _spec(self, start: Start, first_host: str) -> LaunchSpec:
         """The processes and hosts of one start. A restart has another port, so remains of an old start cannot
@@ -112,6 +136,7 @@ class Ssh(Launch):
             hosts=(master, *others),
             port=self.master_port or DEFAULT_PORT + 2 * (start.number % _PORTS),
             devices_per_process=self.here.devices_per_process,
+            restart=start.number,
             program=(self.python, "-m", "openpi_train"),
         )
 
@@ -227,6 +252,14 @@ class Host(Started):
                 record.lose(faults.PEER_LOST)
             else:
                 record.end(faults.USAGE)
+
+
+def _answers(line: Sequence[str]) -> bool:
+    """Whether this command, which does nothing on a host, ends well in time."""
+    try:
+        return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _name(host: str) -> str:

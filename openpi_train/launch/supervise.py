@@ -22,11 +22,13 @@ _LONGEST_PAUSE_S = 60.0
 class Start:
     """One start of the run. `number` is 0 for the first; `in_vain` counts the starts without progress before it.
 
-    `restarts` counts those since the last progress, of `Rules.max_restarts`.
+    `restarts` counts those since the last progress, of `Rules.max_restarts`. `missing`: hosts that earlier starts have
+    lost and that have not come back.
     """
 
     arguments: tuple[str, ...]
     hosts: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     number: int = 0
     in_vain: int = 0
     restarts: int = 0
@@ -44,13 +46,17 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The number of restarts without progress, and the minimum number of hosts (None: always all).
+    """The number of restarts without progress, and the minimum number of hosts (None: always as many as at first).
 
-    `fits`: whether n hosts can share the batch.
+    `hosts`: all that may be used, those of the first start first; the others are spare. `fits`: whether n hosts can
+    share the batch. `answers`: whether a lost host can be reached again.
     """
 
     max_restarts: int
     min_hosts: int | None = None
+    hosts: tuple[str, ...] = ()
+    num_hosts: int = 0
+    answers: Callable[[str], bool] = lambda host: False
     fits: Callable[[int], bool] = lambda num_hosts: True
 
 
@@ -85,10 +91,12 @@ def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
     restarts = 0 if further else start.restarts
     if restarts >= rules.max_restarts or not (fewer or can_be_mended(outcome)):
         return None
+    hosts, missing = (fewer, start.missing) if fewer else _remaining(start, outcome, rules)
     return Start(
         # A start that ended before opening its directory may have left an older run there.
         arguments=resumed(start.arguments, has_saved=further) if outcome.status.opened else start.arguments,
-        hosts=fewer or _remaining(start.hosts, outcome, rules),
+        hosts=hosts,
+        missing=missing,
         number=start.number + 1,
         in_vain=0 if further else start.in_vain + 1,
         restarts=restarts + 1,
@@ -115,6 +123,8 @@ def announcement(start: Start, outcome: LaunchOutcome, following: Start, rules: 
     left = rules.max_restarts - following.restarts
     without = [host for host in start.hosts if host not in following.hosts]
     hosts = f"; without {', '.join(without)}: on {', '.join(following.hosts)}" if without else ""
+    if back := [host for host in following.hosts if host not in start.hosts]:
+        hosts += f"; with {', '.join(back)}"
     restarts = f"{left} more restart{'' if left == 1 else 's'} left"
     return f"starting again in {following.pause_s:.0f} s ({restarts}): {outcome.reason}{hosts}"
 
@@ -128,17 +138,25 @@ def _one_less(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> t
     return hosts[:-1]
 
 
-def _remaining(hosts: tuple[str, ...], outcome: LaunchOutcome, rules: Rules) -> tuple[str, ...]:
-    """The hosts to continue with: all, or without lost hosts the largest number that can share the batch.
+def _remaining(start: Start, outcome: LaunchOutcome, rules: Rules) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The hosts to continue with, and those that are missing.
 
-    If too few would remain, all are tried again, since lost hosts may come back. If no number can share the batch, the
-    run itself reports why.
+    As many as at first if there are enough, with spare ones and those that have come back; otherwise the largest number
+    that can share the batch. If too few would remain, all are tried again, since they may come back. If no number can
+    share the batch, the run itself reports why.
     """
-    left = tuple(host for host in hosts if host not in outcome.lost_hosts)
+    pool, number = rules.hosts or start.hosts, rules.num_hosts or len(rules.hosts or start.hosts)
+    lost = [host for host in pool if host in (*start.missing, *outcome.lost_hosts)]
+    # A host that was lost just now is asked, too: often a process is lost, and not its host.
+    back = [host for host in lost if host not in outcome.broken_hosts and rules.answers(host)] if lost else []
+    missing = tuple(host for host in lost if host not in back)
+    left = tuple(host for host in pool if host not in missing)
+    if len(left) >= number:
+        return left[:number], missing
     if rules.min_hosts is None or not rules.min_hosts <= len(left):
-        return hosts
-    sharing = [number for number in range(len(left), rules.min_hosts - 1, -1) if rules.fits(number)]
-    return left[: sharing[0]] if sharing else left
+        return pool[:number], ()
+    sharing = [count for count in range(len(left), rules.min_hosts - 1, -1) if rules.fits(count)]
+    return (left[: sharing[0]] if sharing else left), missing
 
 
 def _stopped_within(pause_s: float, reason: str) -> bool:

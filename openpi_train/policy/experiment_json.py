@@ -43,6 +43,9 @@ def recorded_json(run: Path) -> Mapping[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        return read_json(file)
+        found = read_json(file)
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}); put a copy back") from error
+    if not isinstance(found, Mapping) or found.get("__class__") != Experiment.__name__:
+        raise CheckpointError(f"{file} is no record of an experiment; put a copy back")
+    return found

@@ -66,7 +66,12 @@ class TextActor(Actor):
         )
         self._length = prompts.longest + practice.max_new_tokens
         self._judge = Judge(
-            practice.rewards, running, timeout_s=practice.reward_timeout_s, on_timeout=practice.on_reward_timeout
+            practice.rewards,
+            running,
+            timeout_s=practice.reward_timeout_s,
+            on_timeout=practice.on_reward_timeout,
+            memory_gib=practice.reward_memory_gib,
+            environment=practice.reward_environment,
         )
         self._texts: TextGenerator | None = None
         self.identity: Mapping[str, Any] = prompts.identity

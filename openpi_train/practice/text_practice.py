@@ -47,6 +47,10 @@ class TextPractice(Practice):
     # What a completion has whose reward function takes longer, or ends its process: the run ends, or the completion has
     # no reward.
     on_reward_timeout: Literal["error", "none"] = "error"
+    # The most memory of the process of a reward function, and of each program that it starts.
+    reward_memory_gib: float = 64.0
+    # Names of variables of the environment that reward functions get, besides those for paths, language and devices.
+    reward_environment: tuple[str, ...] = ()
 
     def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
         problems = super().check(objective=objective, model=model, data=data, batch_size=batch_size)
@@ -92,6 +96,10 @@ class TextPractice(Practice):
             problems.append("--practice.rewards is empty: there is nothing to learn from")
         if self.reward_timeout_s <= 0:
             problems.append(f"--practice.reward-timeout-s {self.reward_timeout_s} must be above 0")
+        if not 0 < self.reward_memory_gib < float("inf"):
+            problems.append(f"--practice.reward-memory-gib {self.reward_memory_gib} must be a finite number above 0")
+        if odd := [name for name in self.reward_environment if not name or "=" in name]:
+            problems.append(f"--practice.reward-environment {' '.join(odd)}: give names of variables, not values")
         return problems + [problem for number, reward in enumerate(self.rewards) for problem in reward.check(number)]
 
     def generation_size(self, model: Any, data: Any) -> GenerationSize | None:

@@ -1,8 +1,9 @@
 """Agreement between processes: barrier, broadcast, gather of small JSON values. Read next: `session.py`.
 
-Everything goes through jax's coordination service, so it works without devices, files or a compiled program. Each call
-is named; all processes must make the same calls in the same order, from the main thread. If processes are at
-different names, the call fails at once; if a process does not come, it names the missing ones after the time-out.
+Everything goes through jax's coordination service, so it works without devices, files or a compiled program: each
+process sets a key, all wait at a barrier, and each reads the keys of all at once. Each call is named; all
+processes must make the same calls in the same order, from the main thread. If processes are at different names, the
+call fails at once; if a process does not come, it names the missing ones after the time-out.
 """
 
 import contextlib
@@ -14,12 +15,16 @@ from typing import Any
 import jax
 from jax._src import distributed  # the service's client has no public name yet (jax 0.10 to 0.12)
 
+from openpi_train.runtime import phases
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
 # Enough for process 0 to read a checkpoint of a large model back for its checksums, on a slow file system.
 DEFAULT_TIMEOUT_S = 1800.0
-_SLICE_MS = 2000  # Python handles signals only between calls into the service
+_SLICE_S = 2.0  # between looks whether to tell who is missing
+# jax's own limit of a barrier must not expire first: it would fail for all, without saying who is missing.
+_BARRIER_SLACK_S, _LONGEST_BARRIER_S = 600.0, 30 * 24 * 3600.0
+_BARRIER = "openpi_train/agree"
 
 _calls_made = 0
 _hosts: list[str] = []
@@ -46,11 +51,23 @@ def process_0_first(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator
         barrier(f"process 0 {what}", timeout_s)
 
 
+@phases.point()
 def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-    """Return process 0's `value` on every process; values of the others are ignored. Raises like `gather`."""
-    return gather(name, value if _place()[0] == 0 else None, timeout_s)[0]
+    """Return process 0's `value` on every process; values of the others are ignored.
+
+    Each reads this one value, so that process 0 does not see whether the others are at another call; they do. Raises
+    like `gather`.
+    """
+    process_index, process_count = _place()
+    if process_count == 1:
+        return json.loads(json.dumps(value))
+    call = _meet(name, value if process_index == 0 else None, timeout_s)
+    with _told(name):
+        said = _client().blocking_key_value_get(_key(call, 0), int(1000 * _SLICE_S))
+    return _value_of(name, 0, said)
 
 
+@phases.point()
 def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
     """Return the values of all processes, by process index, on every process.
 
@@ -59,36 +76,72 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     Raises:
         PeerLostError: a process did not come within `timeout_s`, is at another call, or the service is gone.
     """
-    global _calls_made
-    process_index, process_count = _place()
-    if process_count == 1:
+    if _place()[1] == 1:
         return [json.loads(json.dumps(value))]
+    call = _meet(name, value, timeout_s)
+    with _told(name):
+        said = _said(call)
+    return [_value_of(name, index, said[index]) for index in sorted(said)]
+
+
+def _meet(name: str, value: Any, timeout_s: float) -> int:
+    """Say `value`, and return the number of this call once all processes have said theirs."""
+    global _calls_made
     assert threading.current_thread() is threading.main_thread(), "agreement is for the main thread only"
-    client: Any = distributed.global_state.client
+    process_index, _ = _place()
     call = _calls_made
     _calls_made += 1
-    client.key_value_set(_key(call, process_index), json.dumps({"name": name, "value": value}))
-    if call >= 2:
-        # A process in this call has left the last one, so all have entered that one, and none reads the one before.
-        client.key_value_delete(_key(call - 2, process_index))
-    wait = Wait(timeout_s)
-    return [_value_of(client, name, call, index, process_count, wait) for index in range(process_count)]
+    with _told(name):
+        _client().key_value_set(_key(call, process_index), json.dumps({"name": name, "value": value}))
+    _await_all(name, call, timeout_s)
+    if process_index == 0 and call > 0:  # all have left the last call, so nobody reads what was said there
+        with _told(name):
+            _client().key_value_delete(_folder(call - 1))
+    return call
 
 
-def _value_of(client: Any, name: str, call: int, index: int, process_count: int, wait: Wait) -> Any:
-    """What process `index` passed to this call."""
-    while True:
-        slice_ms = max(1, min(_SLICE_MS, int(1000 * wait.remaining_s())))
+def _await_all(name: str, call: int, timeout_s: float) -> None:
+    """Wait at a barrier, in a thread of its own: Python handles signals only between calls into the service."""
+    client, wait, errors = _client(), Wait(timeout_s), []
+    limit_s = min(timeout_s + _BARRIER_SLACK_S, _LONGEST_BARRIER_S)
+
+    def arrive() -> None:
         try:
-            message = json.loads(client.blocking_key_value_get(_key(call, index), slice_ms))
+            client.wait_at_barrier(_BARRIER, int(1000 * limit_s))
+        except Exception as error:
+            errors.append(error)
+
+    arrival = threading.Thread(target=arrive, name="barrier", daemon=True)
+    arrival.start()
+    while True:
+        arrival.join(min(_SLICE_S, wait.remaining_s()))
+        if not arrival.is_alive():
             break
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
         if wait.is_over():
-            missing = _missing(client, call, process_count)
-            raise PeerLostError(f"{missing} did not reach {name!r} within {wait.timeout_s:g} s")
-        wait.report(lambda: f"waiting at {name!r} for {_missing(client, call, process_count)}")
+            raise PeerLostError(f"{_missing(call)} did not reach {name!r} within {timeout_s:g} s")
+        wait.report(lambda: f"waiting at {name!r} for {_missing(call)}")
+    with _told(name):
+        for error in errors:
+            raise error
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Errors of the service as PeerLostErrors."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
+
+
+def _said(call: int) -> dict[int, str]:
+    """What each process has said at a call, by its index."""
+    return {int(key.rpartition("/")[2]): said for key, said in _client().key_value_dir_get(_folder(call))}
+
+
+def _value_of(name: str, index: int, said: str) -> Any:
+    """What process `index` passed to this call."""
+    message = json.loads(said)
     if message["name"] != name:
         raise PeerLostError(
             f"the processes have gone different ways: this one is at {name!r}, process {index} at {message['name']!r}"
@@ -96,17 +149,25 @@ def _value_of(client: Any, name: str, call: int, index: int, process_count: int,
     return message["value"]
 
 
-def _missing(client: Any, call: int, process_count: int) -> str:
-    present = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(_key(call, ""))}
-    missing = [index for index in range(process_count) if str(index) not in present]
+def _missing(call: int) -> str:
+    present = _said(call)
+    missing = [index for index in range(_place()[1]) if index not in present]
     if not missing:  # it has come since
         return "what another process says"
     names = [f"{index} on {_hosts[index]}" if _hosts else str(index) for index in missing]
     return f"process{'es' if len(missing) > 1 else ''} {', '.join(names)}"
 
 
-def _key(call: int, index: int | str) -> str:
-    return f"openpi_train/agree/{call}/{index}"
+def _client() -> Any:
+    return distributed.global_state.client
+
+
+def _folder(call: int) -> str:
+    return f"openpi_train/agree/{call}/"
+
+
+def _key(call: int, index: int) -> str:
+    return f"{_folder(call)}{index}"
 
 
 def _place() -> tuple[int, int]:

@@ -1,12 +1,12 @@
 """Process 0's side of the rendezvous: accepts processes and decides whether the run starts. Read next: `rendezvous.py`.
 
-The door stays open for the life of the run, so that an extra process 2, say, is refused with a reason. jax itself
-would end the process 2 that is already training.
+Whoever cannot show that it knows the job's token (`handshake.py`) is dropped, counted and told of in a line. The door
+stays open for the life of the run, so that an extra process 2, say, is refused with a reason. jax itself would end
+the process 2 that is already training.
 """
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import logging
@@ -14,27 +14,36 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+from openpi_train.runtime import handshake
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.handshake import NotProven, Signing
 from openpi_train.runtime.lines import read_line, send_line
+from openpi_train.runtime.listening import listen
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
-from openpi_train.runtime.world import listen_host
 
 logger = logging.getLogger(__name__)
 
-# Limit from the connection to the end of the hello; and the same while others wait for a slot (our processes need
-# milliseconds).
-_HELLO_TIMEOUT_S, _HURRIED_TIMEOUT_S = 10.0, 1.0
+# Limit from the connection to the end of the hello (our processes need milliseconds), and once the run has started.
+_HELLO_TIMEOUT_S, _LATE_TIMEOUT_S = 10.0, 1.0
+_INTRODUCTION_LIMIT_BYTES = 1 << 10
 _HELLO_LIMIT_BYTES = 1 << 18
 _HOST_LIMIT = 255
-# Connections read at the same time: each has a thread, and a buffer of up to some megabytes.
-_MOST_HEARD = 32
+# Connections that have not shown yet who they are: each has a thread, a descriptor, and a buffer of up to 256 KiB.
+_MOST_HEARD = 256
+# So long nobody makes room for others; of one address that has the most connections the oldest does, so that a stranger
+# who opens thousands drives out his own.
+_HEARD_S = 0.25
 _MOST_DIFFERENCES = 8
 _WARNINGS = 100
 # Delay before the next try if no connection can be accepted: a process may temporarily lack files or threads.
 _RETRY_S = 0.2
+# Between two callers once the run has started: whoever opens thousands of connections slows no step down.
+_LATE_PAUSE_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,6 @@ class Hello:
     process_index: int
     process_count: int
     host: str
-    token: str
     facts: dict[str, str]
     local_name_is_loopback: bool = False
 
@@ -59,6 +67,7 @@ class Guest:
     hello: Hello
     peer: Peer
     connection: socket.socket
+    signing: Signing
     same_machine: bool
     gone: bool = False
 
@@ -66,13 +75,24 @@ class Guest:
 class Door:
     """Process 0's side: listens, reads every guest in a separate thread, and sends all of them the same verdict."""
 
-    def __init__(self, own: Hello, host: str, port: int, host_of: Callable[[int], str | None] = lambda index: None):
-        """`host_of` returns the host name of a process that has not come, if it is known."""
+    def __init__(
+        self,
+        own: Hello,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        token_file: str | None = None,
+        host_of: Callable[[int], str | None] = lambda index: None,
+    ):
+        """`token_file` names the file in which others find the token; `host_of` returns the host name of a process that
+        has not come, if it is known."""
         self.own, self.host_of = own, host_of
+        self.token, self.token_file = token, token_file
         self.arrivals: queue.Queue[Guest] = queue.Queue()
         self.waiting, self.started = True, False
-        self.places = threading.BoundedSemaphore(_MOST_HEARD)
-        self.crowded = threading.Event()
+        self.unproven: dict[socket.socket, tuple[str, float]] = {}  # address and time of arrival, oldest first
+        self.unproven_lock = threading.Lock()
         self.turned_away = itertools.count(1)
         # jax's own listener would share a busy port with another jax run without a word (SO_REUSEPORT).
         listen(host, port).close()
@@ -97,7 +117,7 @@ class Door:
             error = _unreachable_names(self.own, guests.values())
         self.waiting, self.started = False, error is None
         for guest in guests.values():
-            self._answer(guest.connection, error, lost=kind is PeerLostError)
+            self._answer(guest, error, lost=kind is PeerLostError)
         if error is not None:
             self._close(error)
             raise kind(error)
@@ -106,11 +126,11 @@ class Door:
     def _close(self, error: str) -> None:
         self.listener.close()
         while not self.arrivals.empty():  # those who came while the verdict fell
-            self._answer(self.arrivals.get().connection, error)
+            self._answer(self.arrivals.get(), error)
 
-    def _answer(self, connection: socket.socket, error: str | None, lost: bool = False) -> None:
+    def _answer(self, guest: Guest, error: str | None, lost: bool = False) -> None:
         with contextlib.suppress(OSError):  # it left: its own log says why
-            send_line(connection, {"host": self.own.host, "error": error, "lost": lost})
+            guest.signing.say(guest.connection, {"host": self.own.host, "error": error, "lost": lost})
 
     def _receive(self, guest: Guest, guests: dict[int, Guest]) -> str | None:
         """Handle one arrival or departure; returns the error that makes the whole run impossible, if any."""
@@ -124,7 +144,7 @@ class Door:
         if error is None:
             guests[hello.process_index] = guest
         else:
-            self._answer(guest.connection, error)
+            self._answer(guest, error)
         return error
 
     def _missing(self, guests: Mapping[int, Guest]) -> str:
@@ -144,23 +164,46 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self.listener.accept()
+                connection, address = self.listener.accept()
             except OSError as error:
                 if self.listener.fileno() == -1:
                     return  # closed: the meeting failed
                 self._warn("the rendezvous port takes nobody in for now: %s", error)
                 time.sleep(_RETRY_S)
                 continue
-            if not self.places.acquire(blocking=False):
-                self.crowded.set()
-                self.places.acquire()
-                self.crowded.clear()
+            self._make_room()
+            with self.unproven_lock:
+                self.unproven[connection] = (address[0], time.monotonic())
             try:
                 threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
             except RuntimeError as error:  # this process may have no more threads
                 self._warn("nobody hears whoever came to the rendezvous port: %s", error)
-                self.places.release()
+                self._is_heard(connection)
                 connection.close()
+            if self.started:
+                time.sleep(_LATE_PAUSE_S)
+
+    def _make_room(self) -> None:
+        """Return once one more connection may be heard: the oldest of the address with the most has to go."""
+        while True:
+            with self.unproven_lock:
+                if len(self.unproven) < _MOST_HEARD:
+                    return
+                counts = Counter(address for address, _ in self.unproven.values())
+                crowd = max(counts, key=counts.__getitem__)
+                oldest = next(one for one, (address, _) in self.unproven.items() if address == crowd)
+                pause_s = self.unproven[oldest][1] + _HEARD_S - time.monotonic()
+                if pause_s <= 0:
+                    del self.unproven[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread ends, and tells of it
+                    return
+            time.sleep(pause_s)
+
+    def _is_heard(self, connection: socket.socket) -> bool:
+        """Give up the connection's place among the unproven; False if it has been taken from it already."""
+        with self.unproven_lock:
+            return self.unproven.pop(connection, None) is not None
 
     def _hear(self, connection: socket.socket) -> None:
         """Read a new connection, pass on members of the run, and notice when they leave. Garbage ends here."""
@@ -168,13 +211,19 @@ class Door:
         with connection:
             try:
                 guest = self._admitted(connection)
+            except NotProven as stranger:
+                self._warn("turned away %s, which does not know the token of this run", _claimed(stranger.said))
             except (ValueError, EOFError, TimeoutError) as error:
                 self._warn("ignored a stranger on the rendezvous port: %s", error)
             except OSError:
                 pass  # it left while it was turned away
             finally:
-                self.places.release()
-            if guest is None:
+                is_heard = self._is_heard(connection)
+            if guest is None or not is_heard:
+                return
+            try:
+                guest.signing.say(connection, handshake.WELCOME)
+            except OSError:
                 return
             self.arrivals.put(guest)
             guest.peer.listen()
@@ -184,24 +233,31 @@ class Door:
                 logger.warning("%s left before all had come; still waiting for it", guest.hello.who())
 
     def _admitted(self, connection: socket.socket) -> Guest | None:
-        """The new guest if it belongs to the run; None if it was refused. Raises ValueError for an unknown program."""
+        """The new guest if it belongs to the run; None if it comes late.
+
+        Raises NotProven if it does not know the token, and ValueError for an unknown program.
+        """
         same_machine = connection.getpeername()[0] == connection.getsockname()[0]
-        hello = _parse_hello(_read_hello(connection, self.crowded))
+        limit_s = _LATE_TIMEOUT_S if self.started else _HELLO_TIMEOUT_S
+        line, rest = _read_within(connection, _INTRODUCTION_LIMIT_BYTES, limit_s)
+        nonces = (handshake.read_introduction(line), handshake.new_nonce())
+        connection.settimeout(limit_s)
+        told = {"nonce": nonces[1], "token_file": self.token_file, "started": self.started}
+        send_line(connection, told)
+        if told["started"]:
+            self._warn("turned away a process from %s: all are here already", connection.getpeername()[0])
+            return None
+        signing = Signing(token=self.token, side=handshake.PROCESS_0, nonces=nonces)
+        line, rest = _read_within(connection, _HELLO_LIMIT_BYTES, limit_s, rest)
+        try:
+            hello = _parse_hello(signing.believed(line))
+        except NotProven:
+            with contextlib.suppress(OSError):
+                send_line(connection, handshake.REFUSED)
+            raise
         connection.settimeout(_HELLO_TIMEOUT_S)  # of an answer
-        if hello.token != self.own.token:
-            self._warn("turned away %s, which belongs to another job", hello.who())
-            error = f"the run at this address is another job (process 0 on {self.own.host}): use another port"
-        elif self.started:
-            self._warn("turned away %s: all processes are here already", hello.who())
-            error = (
-                f"the run at this address has started already with all its {self.own.process_count} processes: end it "
-                "first, or use another port"
-            )
-        else:
-            peer = Peer(hello.process_index, hello.host, connection)
-            return Guest(hello=hello, peer=peer, connection=connection, same_machine=same_machine)
-        self._answer(connection, error)
-        return None
+        peer = Peer(hello.process_index, hello.host, connection, rest)
+        return Guest(hello=hello, peer=peer, connection=connection, signing=signing, same_machine=same_machine)
 
     def _warn(self, text: str, what: object) -> None:
         """Log a refused connection; of many, only one in a hundred, so that nobody can fill the disk."""
@@ -245,50 +301,37 @@ def _unreachable_names(own: Hello, guests: Collection[Guest]) -> str | None:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, on loopback only if `host` is. Raises UsageError if the port is taken."""
-    address = (listen_host(host), port)
-    try:
-        if address[0]:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            return socket.create_server(address, family=family, backlog=1024)
-        try:
-            return socket.create_server(address, family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-        except OSError as error:
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                raise
-            return socket.create_server(address, backlog=1024)  # a kernel without IPv6
-    except OSError as error:
-        raise UsageError(
-            f"port {port} on {socket.gethostname()} cannot be used for the run's coordinator ({error.strerror}): "
-            "another program or an earlier run has it; end that one or give another port"
-        ) from None
-
-
-def _read_hello(connection: socket.socket, crowded: threading.Event) -> bytes:
-    """Read a hello from an unknown program. Raises ValueError if it is not a line, too long or takes too long.
-
-    The limit is `_HELLO_TIMEOUT_S`, or `_HURRIED_TIMEOUT_S` while it is `crowded`.
-    """
+def _read_within(
+    connection: socket.socket, limit_bytes: int, limit_s: float, received: bytes = b""
+) -> tuple[bytes, bytes]:
+    """A line of an unknown program, and the bytes after it. Raises ValueError if it is none, too long or too late."""
     start = time.monotonic()
 
     def check(num_bytes: int) -> None:
-        limit_s = _HURRIED_TIMEOUT_S if crowded.is_set() else _HELLO_TIMEOUT_S
         if time.monotonic() - start > limit_s:
             raise ValueError(f"it said {num_bytes} bytes and no line in {limit_s:g} s")
 
-    connection.settimeout(_HURRIED_TIMEOUT_S / 4)
-    return b"".join(read_line(connection, _HELLO_LIMIT_BYTES, meanwhile=check))
+    connection.settimeout(min(0.25, limit_s))
+    return read_line(connection, limit_bytes, received, meanwhile=check)
 
 
-def _parse_hello(line: bytes) -> Hello:
+def _parse_hello(told: Any) -> Hello:
+    """Raises ValueError if the JSON value is none."""
     try:
-        hello = Hello(**json.loads(line))
+        hello = Hello(**told)
         if not _is_well_formed(hello):
             raise ValueError("wrong types or numbers")
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{line[:60]!r} is no hello of ours") from None
+    except (ValueError, TypeError):
+        raise ValueError(f"{str(told)[:60]!r} is no hello of ours") from None
     return hello
+
+
+def _claimed(text: str) -> str:
+    """Who a stranger says it is, if it says that as our processes do."""
+    try:
+        return _parse_hello(json.loads(text)).who()
+    except (ValueError, RecursionError):
+        return "a stranger"
 
 
 def _is_well_formed(hello: Hello) -> bool:
@@ -298,7 +341,6 @@ def _is_well_formed(hello: Hello) -> bool:
         and type(hello.process_count) is int
         and 0 <= hello.process_index < hello.process_count < 1 << 31
         and type(hello.local_name_is_loopback) is bool
-        and isinstance(hello.token, str)
         and isinstance(hello.host, str)
         and len(hello.host) <= _HOST_LIMIT
         and hello.host.isprintable()

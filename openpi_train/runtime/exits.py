@@ -25,6 +25,7 @@ from openpi_train.faults import (
     USAGE,
 )
 from openpi_train.runtime import logs
+from openpi_train.runtime.gpu_health import gpu_faults
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,14 @@ def _report(error: BaseException, code: int) -> None:
         logger.info("%s", error)
     elif code == INTERRUPTED:
         logger.error("interrupted by Ctrl-C")
+    elif code == HARDWARE:
+        kept = logs.keep_traceback(error)
+        known = "; ".join(gpu_faults()) or "`nvidia-smi -q` and the kernel's log (Xid) say more"
+        logger.error(
+            "a device of host %s has failed (%s): start again with --resume, without this host if it fails again. %s",
+            *(socket.gethostname(), brief(error), known),
+            exc_info=None if kept or isinstance(error, RunError) else error,
+        )
     elif isinstance(error, RunError):
         logs.keep_traceback(error)
         logger.error("%s", error)
@@ -243,15 +252,6 @@ def _report(error: BaseException, code: int) -> None:
         kept = logs.keep_traceback(error)
         logger.error(
             "another process or the network to it was lost (%s)", brief(error), exc_info=None if kept else error
-        )
-    elif code == HARDWARE:
-        kept = logs.keep_traceback(error)
-        logger.error(
-            "a device of host %s has failed (%s): start again with --resume, without this host if it fails again; "
-            "`nvidia-smi -q` and the kernel's log (Xid) say more",
-            socket.gethostname(),
-            brief(error),
-            exc_info=None if kept else error,
         )
     else:
         logger.error("ended by an unexpected error", exc_info=error)

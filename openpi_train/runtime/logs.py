@@ -1,7 +1,8 @@
 """Logging to one file per process and to the terminal. Read next: `exits.py`, which writes the last line.
 
-Every process writes everything to `<run_dir>/logs/process_<k>.log`, each line with its step and phase. On the terminal
-process 0 shows the project's INFO messages and libraries' warnings; the other processes show only errors.
+Every process writes to `<run_dir>/logs/process_<k>.log`, each line with its step and phase; of absl and Orbax warnings
+alone. A file that is longer than 64 MiB is kept as `process_<k>.log.1`. On the terminal process 0 shows the project's
+INFO messages and libraries' warnings; the other processes show only errors.
 """
 
 import faulthandler
@@ -16,6 +17,8 @@ from openpi_train.runtime.patient_file import PatientFile
 _FORMAT = "%(asctime)s %(levelname).1s process {process_index} step %(step)d [%(phase)s] %(name)s: %(message)s"
 _TERMINAL_FORMAT = "%(asctime)s %(levelname).1s {who}%(message)s"
 _MARK = "openpi_train_handler"
+# A log file that has become longer is kept as `process_<k>.log.1`, in place of the one before.
+_MOST_BYTES = 64 << 20
 
 
 def configure(process_index: int, run_dir: Path | None = None) -> None:
@@ -30,6 +33,9 @@ def configure(process_index: int, run_dir: Path | None = None) -> None:
         root.removeHandler(handler)
         handler.close()
     root.setLevel(logging.INFO)
+    # A save writes 43 lines of Orbax's, in every process: gigabytes of a long run on many hosts.
+    for library in ("absl", "orbax"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     _add(root, _terminal(process_index))
     if run_dir is not None:
@@ -68,7 +74,12 @@ def _files() -> list[PatientFile]:
 
 
 class _LogFile(logging.StreamHandler[PatientFile]):
-    """A log file that survives a full disk; lines that could not be written in the end are shown."""
+    """A log file that survives a full disk, and begins anew once it is long; lines that could not be written in the
+    end are shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        self.stream.begin_anew_after(_MOST_BYTES)
 
     def close(self) -> None:
         left = self.stream.close()

@@ -31,7 +31,8 @@ def import_file(file: Path, what: str) -> ModuleType:
         with told_of_file(file, what):
             module = importlib.import_module(file.stem)
     except SyntaxError as error:
-        raise ValueError(f"{error.filename} line {error.lineno} does not parse: {error.msg}") from error
+        line = "" if error.lineno is None else f" line {error.lineno}"  # none where the file holds a null byte
+        raise ValueError(f"{error.filename or file}{line} does not parse: {error.msg}") from error
     if Path(module.__file__ or "").resolve() != file.resolve():
         raise ValueError(f"{file} has the name of another module ({module.__file__}); rename the file")
     return module

@@ -3,6 +3,7 @@
 A full disk ends a run only at its next checkpoint, not at a log line.
 """
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -46,6 +47,16 @@ class PatientFile:
             self._held.clear()
             self._file.close()
         return left
+
+    def begin_anew_after(self, most_bytes: int) -> None:
+        """Keep the file as `<name>.1`, in place of an earlier one, and begin it anew if it is longer than this."""
+        with self._lock:
+            if self.problem is not None or self._file.closed or self._file.tell() <= most_bytes:
+                return
+            with contextlib.suppress(OSError):  # it stays one file
+                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+                self._file.close()
+                self._file = self.path.open("ab", buffering=0)
 
     def descriptor(self) -> int:
         """The file descriptor, for code that writes without Python."""

@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from openpi_train.runtime.lines import read_line, send_line
 
@@ -24,18 +25,23 @@ _SLICE_S = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerStatus:
-    """A process's phase, its last step, and how long it has made no progress (limit None: unlimited)."""
+    """A process's phase, its last step, and how long it has made no progress (limit None: unlimited).
+
+    `points` counts the points that all processes pass in the same order (`phases.point`); `where` is where the
+    main thread is in its code, told once it has been idle for long.
+    """
 
     phase: str
     step: int
     idle_s: float
     limit_s: float | None
+    points: int = 0
+    times: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """`StepTimes` of the process."""
+    where: str = ""
 
     def words(self) -> str:
         return f"{self.phase}, step {self.step}" if self.step else self.phase
-
-    def is_stuck(self) -> bool:
-        return self.limit_s is not None and self.idle_s > self.limit_s
 
 
 @dataclasses.dataclass(frozen=True)

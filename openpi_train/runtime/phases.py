@@ -1,18 +1,28 @@
-"""The phase of this process, shown in its log lines and reported to the other processes.
+"""The phase of this process, shown in its log lines and reported to the others; how long phases took, and may take.
 
+Every phase has a limit on the time without progress. Progress is a step, a change of phase, and each point that all
+processes pass together: an agreement (`agree.py`) or a look for a request to stop (`preempt.py`).
 Read next: `watchdog.py`, which reports long phases and ends stuck processes.
 """
 
 import collections
 import contextlib
 import dataclasses
+import logging
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from openpi_train.runtime.waiting import Timeouts, duration
+
+logger = logging.getLogger(__name__)
 
 # The host runs up to two steps ahead of the devices, so the first step has really ended only now.
-_FIRST_STEPS = 3
-_USUAL_STEPS = 10
+FIRST_STEPS = 3
+# A limit is at least so many usual steps, or so many times the longest time that the phase has taken in this run.
+_TIMES_THE_USUAL = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,16 +31,27 @@ class Phase:
 
     name: str
     step: int = 0
-    limited: bool = False
-    """Made of steps, each of which must end in time; other phases may take as long as they need."""
+    of_steps: bool = False
+    """Made of steps, each of which must end in time."""
     abandonable: bool = False
     """Nothing is lost if the run is ended here; a stop need not wait for the next step."""
-    since: float = dataclasses.field(default_factory=time.monotonic)
+    least_s: float | None = None
+    """Limit on the time without progress; None: the run's for all phases."""
+    began: float = dataclasses.field(default_factory=lambda: time.monotonic())
+    """When the phase, or the step in it, began."""
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())
 
 
 _current = Phase(name="starting")
 _on_change: Callable[[], None] | None = None
 _step_durations_s: collections.deque[float] = collections.deque(maxlen=32)
+_points = 0
+_longest_s: dict[str, float] = {}
+_seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+_counted_until = time.monotonic()
+_timeouts: Timeouts | None = None
+_shows_limits = False
+_shown: dict[str, str] = {}
 
 
 def current() -> Phase:
@@ -39,23 +60,36 @@ def current() -> Phase:
 
 
 @contextlib.contextmanager
-def phase(name: str, *, limited: bool = False, abandonable: bool = False) -> Iterator[None]:
+def phase(
+    name: str, *, of_steps: bool = False, abandonable: bool = False, least_s: float | None = None
+) -> Iterator[None]:
     """Set the phase of the main thread within a block, and restore the former one at the end. Also a decorator.
 
-    Phases inside an abandonable phase are abandonable, too.
+    Phases inside an abandonable phase are abandonable, too. `least_s` is the limit of a phase that may take longer
+    than others.
 
     After an exception the phase stays, since the process's last messages are about it.
     """
-    global _current
     outer = _current
-    _current = Phase(name=name, step=outer.step, limited=limited, abandonable=abandonable or outer.abandonable)
-    _notify()
+    _enter(
+        Phase(
+            name=name,
+            step=outer.step,
+            of_steps=of_steps,
+            abandonable=abandonable or outer.abandonable,
+            least_s=least_s,
+        )
+    )
+    _show_limit()
     yield
-    _current = dataclasses.replace(outer, step=_current.step, since=time.monotonic())
-    _notify()
+    now = time.monotonic()
+    _enter(dataclasses.replace(outer, step=_current.step, began=now, since=now))
 
 
-def _notify() -> None:
+def _enter(new: Phase) -> None:
+    global _current
+    _note_time()
+    _current = new
     if _on_change is not None:
         _on_change()
 
@@ -68,23 +102,124 @@ def tell_changes(on_change: Callable[[], None]) -> None:
 
 def step_done(step: int) -> None:
     """Record that the host has taken an optimizer step; the next one must end in time."""
-    _step_durations_s.append(time.monotonic() - _current.since)
+    _note_time()
+    _step_durations_s.append(time.monotonic() - _current.began)
     at_step(step)
+    if len(_step_durations_s) == FIRST_STEPS:
+        _show_limit()
 
 
 def at_step(step: int) -> None:
     """Record the step of the process's state, without having taken it."""
     global _current
-    _current = dataclasses.replace(_current, step=step, since=time.monotonic())
+    now = time.monotonic()
+    _current = dataclasses.replace(_current, step=step, began=now, since=now)
 
 
-def limit_s(stuck_s: float) -> float | None:
-    """Limit without progress in the current phase, in seconds: `stuck_s`, or ten usual steps; None: unlimited."""
-    if not _current.limited or len(_step_durations_s) < _FIRST_STEPS:
+def progress() -> None:
+    """Record that the main thread goes on within its phase."""
+    global _current
+    _note_time()
+    _current = dataclasses.replace(_current, since=time.monotonic())
+
+
+@contextlib.contextmanager
+def point() -> Iterator[None]:
+    """A point that all processes pass in the same order: to come to it is progress, and so is to leave it."""
+    global _points
+    _points += 1
+    progress()
+    yield
+    progress()
+
+
+def points() -> int:
+    """How many of these points this process has come to: the fewest has who holds up the others."""
+    return _points
+
+
+def limit_by(timeouts: Timeouts, *, shows: bool) -> None:
+    """Limit every phase from now on; with `shows` the log has each limit at the phase's start, unless it had it
+    before."""
+    global _timeouts, _shows_limits
+    _timeouts, _shows_limits = timeouts, shows
+
+
+def limit_s() -> float | None:
+    """Limit without progress in the current phase, in seconds; None before `limit_by`.
+
+    Of a step after the first ones `stuck_s` and ten usual steps; else `phase_s`, or ten times the longest time in
+    this run that the phase has been without progress.
+    """
+    if _timeouts is None:
         return None
-    return max(stuck_s, _USUAL_STEPS * usual_step_s())
+    if _current.of_steps and len(_step_durations_s) >= FIRST_STEPS:
+        return _timeouts.stuck_s + _TIMES_THE_USUAL * usual_step_s()
+    return max(_current.least_s or _timeouts.phase_s, learned_s(_kind(_current)))
+
+
+def learned_s(name: str) -> float:
+    """The limit of a phase that follows from this run's own times; 0 before the first."""
+    return _TIMES_THE_USUAL * _longest_s.get(name, 0.0)
 
 
 def usual_step_s() -> float:
     """The median of the last steps' durations; 0 before the first."""
     return statistics.median(_step_durations_s) if _step_durations_s else 0.0
+
+
+def longest_s() -> Mapping[str, float]:
+    """The longest time without progress by phase, of this start and of those that `expect` was told of."""
+    return dict(_longest_s)
+
+
+def expect(longest: Mapping[str, float]) -> None:
+    """Learn from earlier starts of the run: their `longest_s`."""
+    for name, seconds in longest.items():
+        _longest_s[name] = max(_longest_s.get(name, 0.0), seconds)
+
+
+def seconds() -> Mapping[str, float]:
+    """Where the time of the main thread has gone since the process began, by phase, without the phases inside."""
+    _note_time()
+    return dict(_seconds)
+
+
+def _kind(now: Phase) -> str:
+    """A start's first steps are learned from apart: they may compile, and read what is cached later."""
+    return f"the first steps of {now.name}" if now.of_steps else now.name
+
+
+def _note_time() -> None:
+    """Count the time until now as the current phase's."""
+    global _counted_until
+    now = time.monotonic()
+    _seconds[_current.name] += now - _counted_until
+    _counted_until = now
+    if not _current.of_steps or len(_step_durations_s) < FIRST_STEPS:
+        expect({_kind(_current): now - _current.since})
+
+
+def _show_limit() -> None:
+    limit = limit_s()
+    if limit is None or not _shows_limits:
+        return
+    what = "" if not _current.of_steps else " a step"
+    if _current.of_steps and len(_step_durations_s) < FIRST_STEPS:
+        what = f" for each of the first {FIRST_STEPS} steps"
+    words = f"limit {duration(limit)}{what}"
+    if _shown.get(_current.name) != words:
+        _shown[_current.name] = words
+        logger.info("%s (%s)", _current.name, words)
+
+
+def _age_s() -> float:
+    """Seconds since this process began; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
+
+
+_seconds[_current.name] = _age_s()

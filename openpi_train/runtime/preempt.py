@@ -86,8 +86,9 @@ def stop_requested() -> bool:
     """
     global _points, _stopping, _stopped_after_s
     _points += 1
-    if not _stopping and multihost_utils.reached_preemption_sync_point(_points):
-        _stopping, _stopped_after_s = True, _seconds_since_request()
+    with phases.point():
+        if not _stopping and multihost_utils.reached_preemption_sync_point(_points):
+            _stopping, _stopped_after_s = True, _seconds_since_request()
     return _stopping
 
 
@@ -119,10 +120,11 @@ def grace_s() -> float | None:
         raise UsageError(f"{GRACE_VARIABLE}={text!r} in the environment is not a number of seconds") from None
 
 
-def note_save(step: int, save_s: float) -> None:
+def note_save(step: int, save_s: float, size_bytes: int) -> None:
     """Log how long a save took, and warn once if a request to stop leaves too little time for one."""
     global _warned
-    logger.info("checkpoint %d is complete, %.1f s after its save began", step, save_s)
+    size = f"{size_bytes / 1e6:,.1f} MB"
+    logger.info("checkpoint %d is complete: %s, %.1f s after its save began", step, size, save_s)
     grace, stopping_s = grace_s(), _STEPS_TO_STOP * phases.usual_step_s()
     if grace is not None and stopping_s + save_s > grace and not _warned:
         _warned = True

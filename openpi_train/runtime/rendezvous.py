@@ -2,32 +2,53 @@
 
 jax aborts the process, uncatchably and without a reason, when a peer is late, a port is taken or a host name does not
 resolve, and it accepts peers that disagree on the world size. So first every process introduces itself to process 0
-over plain TCP, one port above the coordinator's, and process 0 sends all of them the same verdict. One JSON line each
-way: a `Hello` from the process, `{"host": process 0's, "error": null or text, "lost": whether somebody never came}`
-back. Then the watchdog uses the connection (`peer.py`). The token keeps jobs apart; it does not protect from attackers,
-and neither does jax's own service: use a trusted network.
+over plain TCP, one port above the coordinator's, and process 0 sends all of them the same verdict. Both show that they
+know the job's token (`handshake.py`). The process says a `Hello`, and process 0 `{"host": its own, "error": null or a
+text, "lost": whether somebody never came}`. Then the watchdog uses the connection (`peer.py`). A stranger cannot end a
+start here. jax's own service asks for nothing: keep strangers from its port (docs/launching.md, Network).
 """
 
+import contextlib
 import dataclasses
-import json
+import logging
+import random
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from openpi_train.runtime import handshake
 from openpi_train.runtime.door import Door, Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.handshake import NotProven, Signing
+from openpi_train.runtime.job_token import TOKEN_VARIABLE, TokenFile, read_token
 from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import World, is_loopback, split_address
 
+logger = logging.getLogger(__name__)
+
 # It may hold the differences of long facts.
 _VERDICT_LIMIT_BYTES = 1 << 23
+_CHALLENGE_LIMIT_BYTES = 1 << 10
+# Limit from the connection to process 0's welcome, which comes within milliseconds; then the process calls again.
+_WELCOME_S = 20.0
+
+
+class _NotHeard(Exception):
+    """Process 0 was too busy to hear this process, as when strangers crowd its door: it calls again."""
 
 
 def meet(
-    world: World, facts: Mapping[str, str], *, timeout_s: float = 300.0, cpu_collectives: bool = False
+    world: World,
+    facts: Mapping[str, str],
+    *,
+    timeout_s: float = 300.0,
+    cpu_collectives: bool = False,
+    shared_folder: Path | None = None,
 ) -> list[Peer]:
     """Return once all processes of `world` have met and agree; every process must call it.
 
@@ -36,6 +57,7 @@ def meet(
     Args:
         facts: values that must be equal on all processes; a difference is reported by its key and both values.
         cpu_collectives: whether devices will use gloo, which needs a host name that other hosts can reach.
+        shared_folder: where process 0 puts a token for all if `world` has no secret one; None: nowhere.
 
     Raises:
         UsageError: they disagree, an id is used twice, a port is taken, or a host name does not resolve.
@@ -46,44 +68,131 @@ def meet(
         process_index=world.process_index,
         process_count=world.process_count,
         host=socket.gethostname(),
-        token=world.token,
         facts=dict(facts),
         local_name_is_loopback=_name_is_loopback(),
     )
     host, port = split_address(world.coordinator)
     if world.process_index == 0:
-        return Door(hello, host, port, world.host_of).gather(timeout_s, cpu_collectives)
-    else:
-        # The cluster's DNS learns a pod's name only once the pod is there; elsewhere an unknown name is a mistake.
-        return _visit(hello, host, port, timeout_s, name_timeout_s=timeout_s if world.source == "kubernetes" else 0.0)
+        with _token_for_all(world, shared_folder, port) as (token, file):
+            door = Door(hello, host, port, token=token, token_file=file, host_of=world.host_of)
+            return door.gather(timeout_s, cpu_collectives)
+    # The cluster's DNS learns a pod's name only once the pod is there; elsewhere an unknown name is a mistake.
+    return _Visit(hello, host, port, world, shared_folder).meet(
+        timeout_s, name_timeout_s=timeout_s if world.source == "kubernetes" else 0.0
+    )
 
 
-def _visit(own: Hello, host: str, port: int, timeout_s: float, name_timeout_s: float) -> list[Peer]:
-    """The side of all other processes: connect to process 0, send the hello, wait for the verdict."""
-    _await_name(own, host, name_timeout_s)
-    where = f"process 0 at {host}, port {port + 1}"
-    try:
-        connection = Wait(timeout_s).until_it_works(
-            lambda: socket.create_connection((host, port + 1), timeout=2.0),
-            lambda: f"{own.who()} waits for {where}",
-            pause_s=0.2,
+@contextlib.contextmanager
+def _token_for_all(world: World, folder: Path | None, port: int) -> Iterator[tuple[str, str | None]]:
+    """The token of this start, and the name of its file in the folder while the processes meet, None without one."""
+    file, problem = None, "and no folder that all see"
+    if not world.token_is_secret and folder is not None:
+        try:
+            file = TokenFile.write(folder)
+        except OSError as error:
+            problem = f"and none can be put into {folder} ({error})"
+    if not world.token_is_secret and file is None:
+        logger.warning(
+            "the processes of this run share no secret (no %s, %s): whoever reaches port %d can end this start",
+            *(TOKEN_VARIABLE, problem, port + 1),
         )
-    except OSError as error:
-        raise PeerLostError(
-            f"{own.who()} could not reach {where} within {timeout_s:.0f} s ({error}): is it running, is the "
-            "address right, and does the firewall let this port and the one below through?"
-        ) from error
     try:
-        send_line(connection, dataclasses.asdict(own))
-        verdict, rest = _await_verdict(connection, own, where, timeout_s)
-        if verdict["error"] is not None:
-            raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
-    except BaseException:
-        connection.close()
-        raise
-    peer = Peer(0, verdict["host"], connection, rest)
-    threading.Thread(target=peer.listen, name="process 0", daemon=True).start()
-    return [peer]
+        yield (file.token, file.path.name) if file else (world.token, None)
+    finally:
+        if file:
+            file.remove()
+
+
+class _Visit:
+    """The side of all other processes: connect to process 0, show that both know the token, wait for the verdict."""
+
+    def __init__(self, own: Hello, host: str, port: int, world: World, shared_folder: Path | None):
+        self._own, self._host, self._port = own, host, port + 1
+        self._world, self._folder = world, shared_folder
+        self._where = f"process 0 at {host}, port {port + 1}"
+
+    def meet(self, timeout_s: float, name_timeout_s: float) -> list[Peer]:
+        """Process 0, as in the list that `meet` returns. Raises likewise."""
+        _await_name(self._own, self._host, name_timeout_s)
+        wait = Wait(timeout_s)
+        while True:
+            connection = self._connect(wait)
+            try:
+                signing, rest = self._introduce(connection)
+                verdict, rest = await_verdict(connection, signing, self._own, self._where, timeout_s, rest)
+                if verdict["error"] is not None:
+                    raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
+            except _NotHeard:
+                connection.close()
+                if wait.is_over():
+                    raise PeerLostError(
+                        f"{self._where} closed the rendezvous without a word, to the end of {timeout_s:.0f} s: its own "
+                        "log says why"
+                    ) from None
+                wait.report(lambda: f"{self._own.who()} calls {self._where} again and again, which hears it not")
+                time.sleep(random.uniform(0.05, 0.3))  # not all at once again
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            peer = Peer(0, verdict["host"], connection, rest)
+            threading.Thread(target=peer.listen, name="process 0", daemon=True).start()
+            return [peer]
+
+    def _connect(self, wait: Wait) -> socket.socket:
+        try:
+            return wait.until_it_works(
+                lambda: socket.create_connection((self._host, self._port), timeout=2.0),
+                lambda: f"{self._own.who()} waits for {self._where}",
+                pause_s=0.2,
+            )
+        except OSError as error:
+            raise PeerLostError(
+                f"{self._own.who()} could not reach {self._where} within {wait.timeout_s:.0f} s ({error}): is it "
+                "running, is the address right, and does the firewall let this port and the one below through?"
+            ) from error
+
+    def _introduce(self, connection: socket.socket) -> tuple[Signing, bytes]:
+        """Say the hello, signed, and return once process 0 has shown that it knows the token, too."""
+        deadline = time.monotonic() + _WELCOME_S
+
+        def check(num_bytes: int) -> None:
+            if time.monotonic() > deadline:
+                raise _NotHeard
+
+        connection.settimeout(1.0)
+        try:
+            nonce = handshake.new_nonce()
+            send_line(connection, handshake.introduction(nonce))
+            line, rest = read_line(connection, _CHALLENGE_LIMIT_BYTES, meanwhile=check)
+            challenge = handshake.read_challenge(line)
+            if challenge.started:
+                raise UsageError(
+                    f"the run at this address ({self._where}) has started already with all its processes: end it "
+                    "first, or use another port"
+                )
+            signing = Signing(
+                token=self._token(challenge.token_file), side=handshake.PROCESS, nonces=(nonce, challenge.nonce)
+            )
+            signing.say(connection, dataclasses.asdict(self._own))
+            line, rest = read_line(connection, _VERDICT_LIMIT_BYTES, rest, meanwhile=check)
+            if signing.believed(line) != handshake.WELCOME:
+                raise ValueError("it says something else")
+        except (EOFError, OSError):
+            raise _NotHeard from None
+        except NotProven:
+            raise UsageError(
+                f"{self._where} is another job, or was given another {TOKEN_VARIABLE} than {self._own.who()}: use "
+                "another port, or give all processes the same"
+            ) from None
+        except ValueError:
+            raise UsageError(f"another program answers for {self._where}: use another port") from None
+        return signing, rest
+
+    def _token(self, token_file: str | None) -> str:
+        if self._world.token_is_secret or token_file is None or self._folder is None:
+            return self._world.token
+        return read_token(self._folder, token_file)
 
 
 def _await_name(own: Hello, host: str, timeout_s: float) -> None:
@@ -104,8 +213,10 @@ def _await_name(own: Hello, host: str, timeout_s: float) -> None:
         ) from error
 
 
-def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s: float) -> tuple[dict, bytes]:
-    """Process 0's answer, and the bytes after it."""
+def await_verdict(
+    connection: socket.socket, signing: Signing, own: Hello, where: str, timeout_s: float, received: bytes = b""
+) -> tuple[dict, bytes]:
+    """Process 0's answer, and the bytes after it; `received` has already been read."""
     # Process 0 may have begun to wait for the others only now, and it must be the one to name the missing ones.
     wait = Wait(timeout_s + 15.0)
 
@@ -116,12 +227,12 @@ def _await_verdict(connection: socket.socket, own: Hello, where: str, timeout_s:
 
     connection.settimeout(1.0)
     try:
-        line, rest = read_line(connection, _VERDICT_LIMIT_BYTES, meanwhile=check)
-        if _is_verdict(verdict := json.loads(line)):
+        line, rest = read_line(connection, _VERDICT_LIMIT_BYTES, received, meanwhile=check)
+        if _is_verdict(verdict := signing.believed(line)):
             return verdict, rest
     except (EOFError, OSError):
         raise PeerLostError(f"{where} closed the rendezvous without a word: its own log says why") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     raise UsageError(f"another program answers for {where}: use another port")
 

@@ -21,15 +21,18 @@ from typing import Any
 import jax
 
 import openpi_train
-from openpi_train.runtime import agree, compile_cache, preempt, xla
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime import agree, compile_cache, phases, preempt, xla
+from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.heap import keep_freed_memory
+from openpi_train.runtime.listening import listen_host
+from openpi_train.runtime.open_files import allow_open_files
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
+from openpi_train.runtime.step_times import StepTimes
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.watchdog import Watchdog
-from openpi_train.runtime.world import World, listen_host, split_address
+from openpi_train.runtime.world import World, is_restart, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ def start(
     facts: Mapping[str, Any] | None = None,
     devices_per_process: int | None = None,
     timeouts: Timeouts | None = None,
+    shared_folder: Path | None = None,
 ) -> World:
     """Meet the other processes, start jax with them, and return `world` with the coordinator that is in use.
 
@@ -56,15 +60,18 @@ def start(
     Args:
         facts: values that must be equal on all processes besides the code and the library versions: the configuration,
             as nested dictionaries of JSON values. A difference is reported by its path.
+        shared_folder: a folder that all processes see, for the secret by which they know each other, if no launcher
+            gave them one.
+        timeouts: those of the run; None: the usual ones, and none on phases.
         devices_per_process: number of CPU devices to create; for runs without accelerators.
 
     Raises:
         UsageError: the processes disagree, a port is taken, a name does not resolve, the GPUs cannot be divided
-        equally.
+        equally, or this process may not open as many files as it needs.
         PeerLostError: a process did not come in time.
     """
     global _watchdog
-    timeouts = timeouts or Timeouts()
+    given, timeouts = timeouts, timeouts or Timeouts()
     for note in world.notes:
         logger.warning("%s", note)
     if devices_per_process is not None:
@@ -75,19 +82,28 @@ def start(
         logger.info("environment: %s", line)
     if kind == "cpu":
         logger.info("environment: %s", keep_freed_memory(os.environ))
+    allow_open_files(world.process_index, world.process_count, cpu_collectives=kind == "cpu")
     compile_cache.use(kind)
     with preempt.stoppable_start():
         peers: list[Peer] = []
         if world.process_count > 1:
             with phase("meeting the other processes"):
                 everything = software() | flat_facts(facts or {})
-                peers = meet(world, everything, timeout_s=timeouts.rendezvous_s, cpu_collectives=kind == "cpu")
+                peers = meet(
+                    world,
+                    everything,
+                    timeout_s=timeouts.rendezvous_s,
+                    cpu_collectives=kind == "cpu",
+                    shared_folder=shared_folder,
+                )
         else:
             world = dataclasses.replace(world, coordinator=f"127.0.0.1:{_free_port()}")
             _send_in_memory_where_bits_allow()
         who = f"process {world.process_index} on {socket.gethostname()}"
         _watchdog = Watchdog(world.process_index, who, peers, timeouts, preempt.stop_noticed)
         _watchdog.start()
+        if given is not None:
+            phases.limit_by(given, shows=world.process_index == 0)
         with phase("starting jax"):
             _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts, _watchdog)
             _report(world)
@@ -107,6 +123,11 @@ def stop(timeout_s: float = Timeouts.finish_s) -> None:
         jax.distributed.shutdown()
     if _watchdog is not None:
         _watchdog.close()
+
+
+def told_times() -> dict[str, StepTimes]:
+    """What each process has told of its steps, by its name; empty if this is not process 0."""
+    return {} if _watchdog is None else _watchdog.told_times()
 
 
 def software() -> dict[str, str]:
@@ -140,6 +161,7 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
 
     Raises:
         UsageError: the GPUs cannot be divided equally.
+        HardwareError: so it is at a restart.
     """
     count = xla.num_gpus(environ)
     if world.local_count == 1:
@@ -148,7 +170,9 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
         return None  # the launcher gave each process its own
     processes = world.local_count or count
     if count == 0 or count % processes or world.local_index >= processes:
-        raise UsageError(
+        # The launcher started the same before, and it could.
+        kind = HardwareError if is_restart(environ) else UsageError
+        raise kind(
             f"process {world.local_index} of {processes} on this host cannot have an equal share of its {count} GPUs: "
             "start as many processes as there are GPUs, a number that divides them, or one"
         )

@@ -25,8 +25,11 @@ class Timeouts:
     handshake_s: float = at_least(1, 60.0)
     # Time until all others have exited with code 70 after a process was lost. Interruptions of up to a third pass.
     lost_s: float = at_least(1, 60.0)
-    # The same after a step got stuck; at least ten usual steps.
-    stuck_s: float = at_least(1, 60.0)
+    # Limit of a step, beside ten usual steps: a file server that is replaced by another is away for up to 5 minutes.
+    stuck_s: float = at_least(1, 360.0)
+    # Limit of any other phase without progress, and of each of a start's first steps; at least ten times the longest
+    # that the run has taken for it.
+    phase_s: float = at_least(1, 1800.0)
     # For process 0 to open the data (an index of terabytes on a slow disk may take hours).
     data_s: float = at_least(1, 6 * 3600.0)
     # For all processes to reach the end of the run, once the first one has.

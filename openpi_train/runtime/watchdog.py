@@ -2,8 +2,8 @@
 
 A thread in every process sends the process's phase to process 0, and process 0's to all, every two seconds, over the
 connections of the rendezvous. A connection that closes without a farewell means a killed process; silence means a
-lost host or network; a step that takes far too long is stuck. Process 0 judges and tells all; the others
-judge process 0. Each process then logs the reason and the stacks of its threads, and exits with code 70.
+lost host or network; a phase, or a step, without progress for far too long is stuck. Process 0 judges and tells all;
+the others judge process 0. Each process then logs the reason and the stacks of its threads, and exits with code 70.
 
 jax also notices, but later or with less information: it says that some task died and aborts. It notices the loss of
 process 0 at once, so its abort is caught here until the reason is known. (jax's own hook, `missed_heartbeat_callback`,
@@ -12,21 +12,27 @@ ends the process with a `std::bad_cast` before any Python runs: seen with jaxlib
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from openpi_train.runtime import exits, logs, phases
+from openpi_train.runtime import exits, logs, phases, step_times
 from openpi_train.runtime.exits import DONE, PEER_LOST, PREEMPTED
 from openpi_train.runtime.peer import Ending, Peer, PeerStatus
-from openpi_train.runtime.waiting import Timeouts
+from openpi_train.runtime.step_times import StepTimes
+from openpi_train.runtime.waiting import Timeouts, duration
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _BEAT_S = 2.0
 _REPORT_EVERY_S = 15.0
 _SUSPICIOUS_BEATS = 2  # without a message; one is usual, since heartbeats are not synchronised
@@ -60,18 +66,39 @@ def judge(
 def _who_is_stuck(own: PeerStatus, own_who: str, peers: Sequence[Peer], beat_s: float) -> Ending | None:
     everyone = [(own_who, own, 0)]
     everyone += [(peer.who, peer.status, peer.unheard_beats) for peer in peers if peer.status is not None]
-    # A process in a step may be waiting for one that is saving, for example, which has no limit.
-    if len(everyone) <= len(peers) or any(status.limit_s is None for _, status, _ in everyone):
+    if len(everyone) <= len(peers) or not any(_is_stuck(status) for _, status, _ in everyone):
         return None
-    if not any(status.is_stuck() for _, status, _ in everyone):
-        return None
-    # All wait for the stuck process: it does not even answer, or has taken the fewest steps.
+    # All wait for the stuck process: it does not even answer, or has come least far. It may have longer than those
+    # that wait for it: it may be saving, for example, and they in a step.
     silent = [one for one in everyone if one[2] > _SUSPICIOUS_BEATS]
-    who, status, unheard = min(silent or everyone, key=lambda one: (one[1].step, -one[1].idle_s))
+    who, status, unheard = min(silent or everyone, key=lambda one: (one[1].step, one[1].points, -one[1].idle_s))
+    limit_s = _limit_s(status)
+    if limit_s is None or not (silent or _is_stuck(status)):
+        return None
+    if not silent and len(everyone) > 1 and all(_is_level(status, other, beat_s) for _, other, _ in everyone):
+        who = f"each of {len(everyone)} processes waits for something that none of them shows, and {who}"
     silence = f"; nothing was heard of it for {unheard * beat_s:.0f} s" if silent else ""
-    idle_s = status.idle_s + unheard * beat_s
-    reason = f"{who} is stuck ({status.words()}): no further step for {idle_s:.0f} s (--timeouts.stuck-s){silence}"
+    where = f", {status.where}" if status.where else ""
+    reason = (
+        f"{who} is stuck ({status.words()}{where}): no progress for {duration(status.idle_s + unheard * beat_s)}, "
+        f"limit {duration(limit_s)} (--timeouts){silence}"
+    )
     return Ending(PEER_LOST, reason + _WHAT_TO_DO)
+
+
+def _is_level(one: PeerStatus, other: PeerStatus, beat_s: float) -> bool:
+    """Whether two processes have come equally far, and stopped there at one time."""
+    return (one.step, one.points) == (other.step, other.points) and abs(one.idle_s - other.idle_s) < 2 * beat_s
+
+
+def _limit_s(status: PeerStatus) -> float | None:
+    """The limit of another process's phase: process 0 alone knows how long the earlier starts of the run took."""
+    return None if status.limit_s is None else max(status.limit_s, phases.learned_s(status.phase))
+
+
+def _is_stuck(status: PeerStatus) -> bool:
+    limit_s = _limit_s(status)
+    return limit_s is not None and status.idle_s > limit_s
 
 
 def _how_lost(peer: Peer, beat_s: float, silence_s: float) -> Ending | None:
@@ -103,8 +130,7 @@ class Watchdog:
         self._is_process_0 = process_index == 0
         self._who, self._peers, self._stop_noticed = who, peers, stop_noticed
         self._silence_s = _NOTICING_SHARE * timeouts.lost_s
-        self._stuck_s = _NOTICING_SHARE * timeouts.stuck_s
-        self._beat_s = min(_BEAT_S, self._silence_s / 8, self._stuck_s / 8)
+        self._beat_s = min(_BEAT_S, self._silence_s / 8, timeouts.stuck_s / 8, timeouts.phase_s / 8)
         self._news = threading.Event()
         self._over = False
         self._leaving = threading.Lock()  # taken by the thread that ends the process, never released
@@ -130,6 +156,13 @@ class Watchdog:
         if self._peers:
             self._restore_abort()
         self._say_last(Ending(DONE, "done"))
+
+    def told_times(self) -> dict[str, StepTimes]:
+        """What each process has told of its steps, this one included; empty if this is not process 0."""
+        if not self._is_process_0:
+            return {}
+        told = {peer.who: StepTimes(**peer.status.times) for peer in self._peers if peer.status is not None}
+        return {self._who: step_times.own(), **told}
 
     @contextlib.contextmanager
     def limit(self, limit_s: float, reason: str) -> Iterator[None]:
@@ -184,17 +217,21 @@ class Watchdog:
         """Log a phase that takes long, repeatedly."""
         reports = int(status.idle_s // _REPORT_EVERY_S)
         if reports > self._reports:
-            limit = f", limit {status.limit_s:.0f} s" if status.limit_s else ""
+            limit = f", limit {duration(status.limit_s)}" if status.limit_s else ""
             logger.info("%s since %.0f s%s", status.words(), status.idle_s, limit)
         self._reports = reports
 
     def _status(self) -> PeerStatus:
         now = phases.current()
+        idle_s = time.monotonic() - now.since
         return PeerStatus(
             phase=now.name,
             step=now.step,
-            idle_s=time.monotonic() - now.since,
-            limit_s=phases.limit_s(self._stuck_s),
+            idle_s=idle_s,
+            limit_s=phases.limit_s(),
+            points=phases.points(),
+            times=dataclasses.asdict(step_times.own()),
+            where=_where() if idle_s > self._beat_s else "",
         )
 
     def _tell(self, kind: str, message: PeerStatus | Ending) -> None:
@@ -210,10 +247,10 @@ class Watchdog:
         if ending.code == PREEMPTED:
             logger.info("%s", ending.reason)
         else:
-            logger.info("this process: %s since %.0f s", self._status().words(), self._status().idle_s)
-            for peer in self._peers:
-                if peer.status is not None and not peer.closed:
-                    logger.info("%s: %s since %.0f s", peer.who, peer.status.words(), peer.status.idle_s)
+            everyone = [("this process", self._status())]
+            everyone += [(one.who, one.status) for one in self._peers if one.status is not None and not one.closed]
+            for who, status in everyone:
+                logger.info("%s: %s since %.0f s %s", who, status.words(), status.idle_s, status.where)
             logger.error("%s", ending.reason)  # last, so that it is visible on a terminal
             logs.dump_stacks()
         if self._is_process_0 and self._peers:
@@ -255,6 +292,15 @@ class Watchdog:
         self._wait_for_the_reason()
         logger.critical("aborted by C++ code, which said why on stderr")
         logs.dump_stacks()
+
+
+def _where() -> str:
+    """Where the main thread is: its innermost function, and the innermost of this package."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [(each.f_code.co_name, each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)]
+    ours = [place for place in frames if place[1].startswith(str(_PACKAGE))]
+    shown = dict.fromkeys([*frames[:1], *ours[:1]])
+    return "in " + ", within ".join(f"{name} ({Path(file).name}:{line})" for name, file, line in shown)
 
 
 def _end_anyway(code: int) -> None:

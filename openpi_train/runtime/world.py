@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Mapping
 
 from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.job_token import FILE_VARIABLE, TOKEN_VARIABLE, given_token
 
-TOKEN_VARIABLE = "OPENPI_TRAIN_JOB_TOKEN"
 # Comma-separated host names in order, from a launcher that knows them.
 HOSTS_VARIABLE = "OPENPI_TRAIN_HOSTS"
 # Set by `launch kubernetes`; the index of a pod, JOB_COMPLETION_INDEX, is set by Kubernetes itself.
@@ -33,7 +33,7 @@ _WORTH_NOTHING_WITHOUT = {
     "RANK and WORLD_SIZE": ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "JAX_COORDINATOR_ADDRESS"),
 }
 # What a launcher that starts processes within a task sets; the process is then one of those, and not the task.
-_STARTED_WITHIN_A_TASK = (TOKEN_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+_STARTED_WITHIN_A_TASK = (TOKEN_VARIABLE, FILE_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,8 @@ class World:
     source: str
     """"flags", "environment", "slurm", "openmpi", "kubernetes" or "alone"."""
     token: str = dataclasses.field(default="", repr=False)
-    """Token that all processes of the job share; the rendezvous refuses other tokens."""
+    """What keeps processes of other jobs out of the rendezvous: the job's secret, or its number in a queue."""
+    token_is_secret: bool = False
     hosts: tuple[str, ...] = ()
     """The hosts' names in order, if a launcher gave them; only used to name missing hosts."""
     notes: tuple[str, ...] = ()
@@ -99,7 +100,15 @@ def find_world(flags: WorldFlags, environ: Mapping[str, str]) -> World:
     world = _from_flags(flags) or _from_environment(environ) or _from_slurm(environ) or _from_openmpi(environ)
     world = world or _from_kubernetes(environ) or _alone(environ)
     hosts = tuple(filter(None, environ.get(HOSTS_VARIABLE, "").split(",")))
-    return dataclasses.replace(world, token=environ.get(TOKEN_VARIABLE) or world.token, hosts=hosts)
+    world = dataclasses.replace(world, hosts=hosts)
+    secret = given_token(environ) if world.process_count > 1 else None
+    return dataclasses.replace(world, token=secret, token_is_secret=True) if secret else world
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher starts again what it has started before, unchanged."""
+    counts = (environ.get(name, "") for name in ("OPENPI_TRAIN_RESTART", "SLURM_RESTART_COUNT"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -115,13 +124,6 @@ def split_address(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Whether `host` is this machine by a name that no other machine can use."""
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def listen_host(host: str) -> str:
-    """The address on which process 0 listens if others reach it as `host`: loopback if that is, else all ("")."""
-    if not is_loopback(host):
-        return ""
-    return "::1" if ":" in host else "127.0.0.1"
 
 
 def _from_flags(flags: WorldFlags) -> World | None:

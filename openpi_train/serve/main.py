@@ -21,6 +21,8 @@ from openpi_train.policy.policy import Policy
 from openpi_train.policy.text_model import gives_texts
 from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
+from openpi_train.runtime.private_file import warn_if_others_can_read
+from openpi_train.runtime.world import is_loopback
 from openpi_train.serve.limits import limits_of
 from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest, TextFlags
 
@@ -47,6 +49,12 @@ def run(flags: ServeRequest, texts: TextFlags) -> int:
     if flags.record and not Path(flags.record).absolute().parent.is_dir():
         raise UsageError(f"--record {flags.record}: there is no folder {Path(flags.record).parent}; create it first")
     key, tls = _api_key(flags.api_key_file), _tls(flags.tls_cert, flags.tls_key)
+    if key is None and not is_loopback(flags.host):
+        logger.warning(
+            "--host %s without a key: whoever reaches port %d of this machine is answered. Give --api-key-file FILE "
+            "(or %s), or --host 127.0.0.1 and a tunnel",
+            *(flags.host, flags.port, API_KEY_VARIABLE),
+        )
     with _bind(flags.host, flags.port) as listener:  # bound, not listening: clients are refused, and retry
         if gives_texts(flags.checkpoint, flags.experiment):
             return _serve_texts(flags, texts, listener, key, tls)
@@ -170,6 +178,8 @@ def _api_key(file: str | None) -> str | None:
     """The API key that clients must send; None for no authentication."""
     try:
         key = os.environ.get(API_KEY_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
+        if file is not None:
+            warn_if_others_can_read(Path(file), "--api-key-file")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
     if key is not None and not key.strip():
@@ -187,6 +197,8 @@ def _tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
     context.num_tickets = 0
     try:
         context.load_cert_chain(cert, key)
+        if key is not None:
+            warn_if_others_can_read(Path(key), "--tls-key")
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}") from error
     return context

@@ -34,7 +34,7 @@ from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.planning.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.tools.draft import check_draft, check_target, drafted
+from openpi_train.tools.draft import check_draft, check_target, drafted, told_as
 from openpi_train.tools.requests import ConvertRequest
 from openpi_train.training.checkpoints.meta import check_asset_ids
 from openpi_train.training.rundir import package_versions
@@ -90,7 +90,8 @@ def _push(conversion: "CheckpointConversion") -> str:
     checkpoint_hub.check_push(address, private=not request.public)
     with tempfile.TemporaryDirectory(prefix="openpi_train-push-") as folder:
         target = Path(folder) / "checkpoint"
-        dataclasses.replace(conversion, request=dataclasses.replace(request, target=target)).run()
+        with told_as(target, address):
+            dataclasses.replace(conversion, request=dataclasses.replace(request, target=target)).run()
         run = Path(conversion.wanted.where).parent
         results, environment = (_read_if_there(run / name) for name in ("results.json", "environment.json"))
         starts = (environment or {}).get("starts")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from openpi_train.data.files import set_aside
-from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.exits import CheckpointError, RunError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        yield draft
+        with told_as(draft, str(target)):
+            yield draft
         if target.exists():
             logger.info("--overwrite: what was in %s now lies in %s", target, set_aside(target, "replaced"))
         draft.rename(target)
@@ -47,6 +48,28 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
         for folder in made if not target.exists() else []:
             with contextlib.suppress(OSError):  # another process has put something there
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def told_as(inner: Path, own: str) -> Iterator[None]:
+    """Name the user's `own` place where a log line or an error for the user has `inner`, a path of ours."""
+
+    def renamed(record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if str(inner) in said:
+            record.msg, record.args = said.replace(str(inner), own), ()
+        return True
+
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(renamed)
+    try:
+        yield
+    except RunError as error:
+        raise type(error)(str(error).replace(str(inner), own)) from error
+    finally:
+        for handler in handlers:
+            handler.removeFilter(renamed)
 
 
 def check_draft(target: Path, needed: int, overwrite: bool) -> None:

@@ -39,6 +39,7 @@ class RunSummary:
     loss: float | None
     best: Best | None
     samples_per_s: float | None
+    goodput: float | None
     success: float | None
     reward: float | None
     checkpoints: list[int]
@@ -87,6 +88,7 @@ def summary(folder: Path, run: RunFiles) -> RunSummary:
         loss=run.newest("loss"),
         best=lowest_loss(evaluations),
         samples_per_s=run.newest("samples_per_s"),
+        goodput=run.goodput,
         success=run.last("success/all") if run.last("success/all") is not None else run.last("practice/success"),
         reward=run.last("practice/reward"),
         checkpoints=run.checkpoints,
@@ -157,7 +159,7 @@ def _or_none(value: Callable[[], Any]) -> Any:
 def _table(found: Sequence[RunSummary]) -> list[str]:
     """The lines of the table, without columns of what no run has measured."""
     rows = [_cells(one) for one in found]
-    optional = {name for name in ("success", "reward") if all(row[name] == "-" for row in rows)}
+    optional = {name for name in ("goodput", "success", "reward") if all(row[name] == "-" for row in rows)}
     head = [name for name in rows[0] if name not in optional]
     return _aligned([head, *([row[name] for name in head] for row in rows)])
 
@@ -170,6 +172,7 @@ def _cells(one: RunSummary) -> Mapping[str, str]:
         "loss": _number(one.loss, ".4f"),
         "best": "-" if one.best is None else f"{one.best.value:.4f} at {one.best.step}",
         "samples/s": _number(one.samples_per_s, ".1f"),
+        "goodput": _number(one.goodput, ".0%"),
         "success": _number(one.success, ".0%"),
         "reward": _number(one.reward, ".3f"),
         "written": f"{duration(one.age_s)} ago",

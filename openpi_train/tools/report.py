@@ -57,7 +57,8 @@ def _made(part: Callable[[], str]) -> str:
     except (Missing, RunError) as reason:
         return missing(str(reason))
     except (KeyError, IndexError, TypeError, ValueError, OSError) as error:  # files of another version, or torn
-        logger.warning("a part of the report cannot be made", exc_info=error)
+        logger.warning("a part of the report cannot be made (%s: %s)", type(error).__name__, error)
+        logger.debug("raised here", exc_info=error)
         return missing(f"This part cannot be made of what the run has written ({type(error).__name__}: {error}).")
 
 

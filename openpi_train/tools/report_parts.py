@@ -22,11 +22,13 @@ from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.practice.shown import ATTEMPTS
 from openpi_train.runtime.exits import RunError
+from openpi_train.runtime.waiting import duration
 from openpi_train.tools import figures
 from openpi_train.tools.evaluate_text import RESULTS
 from openpi_train.tools.page import figure, folded, media, note, table, text
 from openpi_train.tools.page import figures as beside
 from openpi_train.tools.run_files import Missing, RunFiles
+from openpi_train.training.goodput import PARTS
 
 _GIB = 2**30
 _ROWS = 4  # of the sample batch
@@ -126,7 +128,13 @@ def time_split(run: RunFiles) -> str:
         ("time/checkpoint_stall_s", "held up by the last save", "s"),
     ):
         rows.append([label, run.last(metric), unit])
-    return beside([figure(picture, "Where the time goes"), table(["", "last", "unit"], rows)])
+    parts = [figure(picture, "Where the time goes"), table(["", "last", "unit"], rows)]
+    if run.account is not None:
+        spent_s = run.account
+        total = max(sum(spent_s.values()), 1e-9)
+        spent = [[what, duration(spent_s[part]), f"{spent_s[part] / total:.1%}"] for part, what in PARTS.items()]
+        parts.append(table(["all starts of the run", duration(total), f"goodput {run.goodput:.1%}"], spent))
+    return beside(parts)
 
 
 def memory(run: RunFiles) -> str:

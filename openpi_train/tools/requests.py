@@ -246,6 +246,11 @@ class EvaluateRequest(Request):
     # Where the results go; None: eval/<step> in the run's directory.
     out: Path | None = None
 
+    def check(self) -> list[str]:
+        """A sentence if the results would lie in a file."""
+        around = () if self.out is None else (self.out, *self.out.parents)
+        return [f"--out {self.out}: {one} is a file; name a folder" for one in around if one.is_file()]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateTextRequest(Request):

@@ -21,7 +21,7 @@ from openpi_train.tools.requests import ResumeRequest
 logger = logging.getLogger(__name__)
 
 # What belongs to one start and not to the run: a resume does not take it over.
-_OF_A_START = ("exp_name", "checkpoint_base_dir", "resume", "resume_from", "overwrite", "profile")
+OF_A_START = ("exp_name", "checkpoint_base_dir", "resume", "resume_from", "overwrite", "profile")
 # The most lines of values that are told.
 _TOLD = 30
 
@@ -42,7 +42,7 @@ def going_on(own: Experiment, argv: Sequence[str]) -> Experiment:
     found = None if place is None else _recorded(place, own)
     if place is None or found is None or found.name != own.name:
         return own
-    found = dataclasses.replace(found, **{field: getattr(own, field) for field in _OF_A_START})
+    found = dataclasses.replace(found, **{field: getattr(own, field) for field in OF_A_START})
     _tell(own, found, place)
     return found
 

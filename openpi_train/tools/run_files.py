@@ -12,7 +12,9 @@ from typing import Any
 
 from openpi_train.data.files import read_json
 from openpi_train.planning.gpu.run_account import RECORD
+from openpi_train.policy.experiment_json import recorded_json
 from openpi_train.runtime.exits import UsageError
+from openpi_train.training.goodput import read_account, share
 
 
 class Missing(Exception):
@@ -27,11 +29,12 @@ class RunFiles:
 
     @classmethod
     def at(cls, path: Path) -> "RunFiles":
-        """The run at this path. Raises UsageError where there is none."""
+        """The run at this path. Raises UsageError where there is none, CheckpointError if its record is damaged."""
         if not (path / "experiment.json").is_file():
             raise UsageError(
                 f"{path} is not a run's directory (it has no experiment.json): name <base>/<experiment>/<name>"
             )
+        recorded_json(path)
         return cls(path.resolve())
 
     @property
@@ -100,6 +103,16 @@ class RunFiles:
             return self.json("results.json")["summary"]["step"] >= self.experiment["num_train_steps"]
         except (Missing, KeyError):
             return False
+
+    @functools.cached_property
+    def account(self) -> Mapping[str, float] | None:
+        """Seconds of the run by part, over all its starts; None: a run of a version that did not count them."""
+        return read_account(self.path)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the run's wall time that became steps that are kept."""
+        return None if self.account is None else share(self.account)
 
     @property
     def practises(self) -> bool:

@@ -17,6 +17,7 @@ from openpi_train import registry
 from openpi_train.choice import on_dataset, source_of
 from openpi_train.data.config import Dataset
 from openpi_train.data.parquet import Parquet
+from openpi_train.data.source import SourceConfig
 from openpi_train.experiment import Experiment
 from openpi_train.interop.config_file import not_replaced
 from openpi_train.interop.own_checkpoint import going_on
@@ -95,11 +96,11 @@ def training(base: Experiment, translated: TranslatedVla) -> Experiment:
     """`base` on the config's dataset, with the trainer's values for all else. Raises UsageError, DataError."""
     where, held_out = _only(TRAIN_KEY, translated.datasets), _only(VALIDATION_KEY, translated.validation)
     if where is not None:
-        base = on_dataset(base, source_of(where))
+        base = on_dataset(base, _source(TRAIN_KEY, where))
     data = base.demonstrations
     first = dataclasses.replace(data.datasets[0], robot=_robot(data.datasets[0], translated))
     if held_out is not None:
-        first = dataclasses.replace(first, validation=source_of(held_out))
+        first = dataclasses.replace(first, validation=_source(VALIDATION_KEY, held_out))
     return dataclasses.replace(
         base,
         name=NAME,
@@ -131,6 +132,14 @@ def _only(key: str, paths: Sequence[str]) -> str | None:
     if len(paths) > 1:
         raise UsageError(f"{key} has {len(paths)} paths: put the files in one folder and give that")
     return next(iter(paths), None)
+
+
+def _source(key: str, path: str) -> SourceConfig:
+    """The dataset that a key names. Raises DataError and UsageError that name the key, too."""
+    try:
+        return source_of(path)
+    except (DataError, UsageError) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def _robot(dataset: Dataset, translated: TranslatedVla) -> Robot:

@@ -22,7 +22,8 @@ from openpi_train.experiment import Experiment
 from openpi_train.faults import Restart
 from openpi_train.launch.status import MAX_RESTARTS_VARIABLE
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import NoProgress, Preempted, exit_code_of
+from openpi_train.runtime.exits import NoProgress, Preempted, UsageError, exit_code_of
+from openpi_train.training import fencing
 from openpi_train.training.checkpoints.step_dirs import complete_steps
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def counting(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _forget(directory: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UsageError):  # it may be a newer start's by now
+        fencing.require_owned_if_readable(directory)
         (directory / NAME).unlink()
 
 

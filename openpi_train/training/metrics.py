@@ -15,8 +15,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from openpi_train.data.files import lines_from_the_end, lines_of
 from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
 from openpi_train.runtime.patient_file import PatientFile
+from openpi_train.runtime.private_file import warn_if_others_can_read
+from openpi_train.training import fencing
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +64,10 @@ class Metrics:
     ):
         self._writers: list[Writer] = []
         self.wandb_id: str | None = None
+        self._directory = path = pathlib.Path(directory)
         if process_index != 0:
             return
-        path = pathlib.Path(directory)
+        fencing.require_owned(path)
         if tensorboard:
             self._writers.append(TensorBoard(path / "tensorboard", resume_step))
         if wandb_project is not None:
@@ -76,7 +80,9 @@ class Metrics:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None means
-        unknown."""
+        unknown. Raises UsageError, and writes nothing, if a newer start owns the run."""
+        if self._writers:
+            fencing.require_owned_if_readable(self._directory)
         numbers = {
             name: value if value is None or isinstance(value, int) else float(value) for name, value in values.items()
         }
@@ -234,18 +240,24 @@ class Wandb:
 
 # Keys that only lines of evaluations have.
 _EVALUATED = ("val/", "success/")
+_MARKS = tuple(f'"{name}'.encode() for name in _EVALUATED)
 
 
 def read_evaluations(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
     """The evaluations' results in a run's `metrics.jsonl` up to `last_step`; empty for a new run (step 0)."""
     if not last_step or not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
-    return [
-        {name: _number(value) for name, value in line.items() if name == "step" or name.startswith(_EVALUATED)}
-        for line in lines
-        if any(name.startswith(_EVALUATED) for name in line)
-    ]
+    found = []
+    for _, text in lines_of(path):
+        # A long run has a hundred thousand lines, of which few are of evaluations.
+        if any(mark in text for mark in _MARKS) and _step_of(text) <= last_step:
+            line = {name: _number(value) for name, value in json.loads(text).items() if _is_shown(name)}
+            found += [line] if len(line) > 1 else []
+    return found
+
+
+def _is_shown(name: str) -> bool:
+    return name == "step" or name.startswith(_EVALUATED)
 
 
 def json_number(value: float | None) -> float | str | None:
@@ -260,22 +272,28 @@ def _number(value: Any) -> Any:
 
 
 def _cut_after(path: pathlib.Path, step: int) -> None:
-    """Move the lines of steps after `step`, and a torn last line, to `<stem>.superseded.jsonl`."""
-    kept, cut = [], []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        (kept if _step_of(line) <= step else cut).append(line + "\n")
-    if not cut:
-        return
-    side = path.with_name(path.stem + ".superseded.jsonl")
-    with side.open("a", encoding="utf-8") as file:
-        file.writelines(cut)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
-    logger.info("moved %d metric lines of steps after %d to %s: they are trained again", len(cut), step, side.name)
+    """Move the lines of steps after `step`, and a torn last line, to `<stem>.superseded.jsonl`.
+
+    Lines are in the order of their steps, so that only these, at the end, are read.
+    """
+    cut, kept_bytes, is_torn = [], 0, False
+    for place, line in lines_from_the_end(path):
+        if _step_of(line) <= step:
+            kept_bytes, is_torn = place + len(line), not line.endswith(b"\n")
+            break
+        cut.append(line.rstrip(b"\n") + b"\n")
+    if cut:
+        side = path.with_name(path.stem + ".superseded.jsonl")
+        with side.open("ab") as file:
+            file.writelines(reversed(cut))
+        os.truncate(path, kept_bytes)
+        logger.info("moved %d metric lines of steps after %d to %s: they are trained again", len(cut), step, side.name)
+    if is_torn:
+        with path.open("ab") as file:
+            file.write(b"\n")
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -285,7 +303,12 @@ def _step_of(line: str) -> float:
 def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
+    # As wandb finds it. Named, since Python's `netrc` refuses its own default file where others can read it.
+    file = pathlib.Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        found = netrc.netrc(file).authenticators("api.wandb.ai") is not None
+        if found:
+            warn_if_others_can_read(file, "wandb's key")
+        return found
     except (OSError, netrc.NetrcParseError):
         return False

@@ -13,6 +13,8 @@ import jax
 
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.traffic import collectives
+from openpi_train.runtime import phases
+from openpi_train.training.lateness import Lateness
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Metrics, Trainer
 from openpi_train.training.traced_steps import instruction_roles
@@ -58,11 +60,12 @@ class Programs:
     """The training step for batches of several shapes (see `data/text_lengths.py`), compiled ahead.
 
     `longest` has the figures of the program that computes most, `compiled` is that program; `last` has those of the
-    program called last.
+    program called last. `lateness` is told of each step.
     """
 
     def __init__(self, trainer: Trainer, state_shardings: Any, state: TrainState, batches: Iterable[Any]):
         """Compile the step for `batches`, trees of shapes, which must be the same on all processes."""
+        self.lateness: Lateness | None = None
         self._steps: dict[Any, tuple[jax.stages.Compiled, Program]] = {}
         found: list[tuple[Program, Any]] = []
         for batch in batches:
@@ -73,13 +76,19 @@ class Programs:
             logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
             self._steps[_shapes(batch)] = compiled, program
             found.append((program, compiled))
+            phases.progress()
         self.longest, self.compiled = max(found, key=lambda one: one[0].model_flops)
         self.last = self.longest
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step, by the program for this batch's shapes."""
         step, self.last = self._steps[_shapes(batch)]
-        return step(state, batch)
+        if self.lateness is None:
+            return step(state, batch)
+        self.lateness.dispatching()
+        state, metrics = step(state, batch)
+        self.lateness.dispatched(metrics["loss"])
+        return state, metrics
 
     def instruction_roles(self) -> dict[str, str | None]:
         """Which instructions of these programs communicate, and which only run others (`traced_steps.py`)."""

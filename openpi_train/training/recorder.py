@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 
+from openpi_train.runtime import step_times
 from openpi_train.runtime.exits import NumbersError
+from openpi_train.runtime.step_times import StepTimes
+from openpi_train.training.lateness import Lateness
 from openpi_train.training.program import Program
 from openpi_train.training.time_split import Part, TimeSplit
 
@@ -58,6 +61,9 @@ class Recorder:
         # None: the start before this one was of a version that did not count them.
         self._tokens: float | None = unread.get("tokens")
         self._split = TimeSplit(counted_s, clock)
+        self._counted_s = counted_s
+        self.lateness = Lateness()
+        self._num_steps = 0
         self._last_step_at = 0.0
 
     def add(self, step: int, metrics: Mapping[str, Any], program: Program | None = None) -> None:
@@ -65,6 +71,9 @@ class Recorder:
         self._pending[step] = metrics
         self._programs += [] if program is None else [program]
         self._ahead.append(metrics["loss"])
+        self._num_steps += 1
+        data_s = self._counted_s["data"]() if "data" in self._counted_s else 0.0
+        step_times.note(StepTimes(steps=self._num_steps, late_s=self.lateness.late_s, data_s=data_s))
         if len(self._ahead) > MAX_STEPS_AHEAD:
             with self._split.of("device"):
                 jax.block_until_ready(self._ahead.popleft())
@@ -76,6 +85,7 @@ class Recorder:
 
     def paused(self, part: Part) -> contextlib.AbstractContextManager[None]:
         """Time spent in here, evaluating or saving, is not counted as step time."""
+        self.lateness.pause()
         return self._split.of(part)
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ import jax
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.launch.ahead_of_start import BATCH_LINE
 from openpi_train.planning.memory import GIB, require
 from openpi_train.runtime.exits import Together
 from openpi_train.runtime.world import WorldFlags, find_world
@@ -19,6 +20,7 @@ from openpi_train.training.start_check import check_files, examine_data
 def check_ahead(given: Experiment, num_devices: int) -> int:
     """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
     experiment, _ = adapt(given, num_devices, devices_at_first(given))
+    print(f"{BATCH_LINE}{experiment.batch_size}")
     together = Together()
     with together:
         experiment.check(num_devices)

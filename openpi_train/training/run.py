@@ -18,15 +18,16 @@ from openpi_train.launch import status
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
-from openpi_train.runtime import agree, garbage, phases, preempt
+from openpi_train.runtime import agree, garbage, phases, preempt, session
 from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
 from openpi_train.runtime.phases import phase
-from openpi_train.training import crash_loop
+from openpi_train.training import crash_loop, fencing
 from openpi_train.training.best import held_out_loss, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.goodput import Goodput
 from openpi_train.training.init import StateLayout
 from openpi_train.training.iterations import write_iterations
 from openpi_train.training.metrics import Metrics
@@ -37,6 +38,7 @@ from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
 from openpi_train.training.settle import batch_specs
+from openpi_train.training.slow_hosts import SlowHosts
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace
@@ -67,6 +69,8 @@ class Run:
     progress: ProgressReport
     profiler: Profiler
     history: list[dict[str, Any]]
+    goodput: Goodput | None = None
+    slow_hosts: SlowHosts = dataclasses.field(default_factory=SlowHosts)
     crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
     programs: Programs | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -87,7 +91,9 @@ class Run:
         self.feed.start()  # data workers start meanwhile
         batches = batch_specs(self.experiment, self.data, self.experiment.batch_size)
         self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
+        self.programs.lateness = self.recorder.lateness
         if jax.process_index() == 0:
+            fencing.require_owned(self.directory)
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
             write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
@@ -98,6 +104,7 @@ class Run:
         agree.gather("the compiled training step", None)
         garbage.look_as_usual()
         self.recorder.begin()
+        self._account(int(state.step))
         return self.programs
 
     @contextlib.contextmanager
@@ -139,8 +146,13 @@ class Run:
         mixed = {f"data/share/{name}": share for name, share in shares.items()} if len(shares) > 1 else {}
         memory = fullest_device()
         self.last_metrics = {**values, **mixed, **self.feed.metrics(), **(memory.metrics() if memory else {})}
+        if self.goodput is not None:
+            self.last_metrics = {**self.last_metrics, **self.goodput.metrics()}
+            self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
+        for line in self.slow_hosts.look(session.told_times(), values["time/step_s"] or 0.0):
+            logger.warning("%s", line)
         for sentence in self.trainer.objective.warnings(values):
             if sentence not in self.warned:
                 self.warned.add(sentence)
@@ -195,6 +207,7 @@ class Run:
         if not values:
             return True
         self.metrics.log(step, {**values, "time/evaluation_s": time.perf_counter() - started})
+        self._account(step)
         self.history.append({"step": step, **values})
         if "val/loss" in values:
             self.checkpoints.note_metric(step, held_out_loss(values))
@@ -258,6 +271,7 @@ class Run:
         status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s (held up the loop for %.2f s)", step, self.directory, stall_s)
         self.metrics.log(step, {"time/checkpoint_stall_s": stall_s})
+        self._account(step)
         return True
 
     def _go_on_without(self, error: RunError, *, is_last: bool) -> None:
@@ -277,6 +291,12 @@ class Run:
         status.tell(saved_step=step)
         logger.info("saving checkpoint %d in %s on each host (held up the loop for %.2f s)", step, place, stall_s)
         self.metrics.log(step, {"time/local_checkpoint_stall_s": stall_s})
+        self._account(step)
+
+    def _account(self, step: int) -> None:
+        """Write where the run's time went until now, with the state of this step."""
+        if self.goodput is not None:
+            self.goodput.write(step)
 
     def _saved_with(self) -> dict[str, Any]:
         return {
@@ -310,6 +330,7 @@ class Run:
         bad_records = sum(agree.gather("count bad records", self.feed.bad_records))
         path = self.directory / "results.json"
         if jax.process_index() == 0 and not (keep_results and path.exists()):
+            fencing.require_owned(self.directory)
             self._tell_best()
             write_results(
                 path,
@@ -326,3 +347,6 @@ class Run:
             )
             if self.experiment.practice is not None:
                 write_iterations(self.directory)
+        if self.goodput is not None:
+            self.goodput.write(self.step)
+            logger.info("%s", self.goodput.words())

@@ -16,6 +16,7 @@ import pathlib
 import platform
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -24,18 +25,20 @@ from typing import Any
 
 import jax
 
+from openpi_train.data import hub
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import UsageError
-from openpi_train.training import run_lock
+from openpi_train.runtime.exits import DataError, UsageError
+from openpi_train.training import fencing, run_lock
 from openpi_train.training.resume_point import resume_point
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("openpi_train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
 _MARK, _MARK_TIMEOUT_S = ".shared", 10.0
+_MOST_FOLDERS = 100  # in which a run of the same name is looked for
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
     r"(JAX|XLA|NCCL|CUDA|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
@@ -70,7 +73,10 @@ def check_run(given: Experiment) -> None:
     problem = ""
     if jax.process_index() == 0:
         try:
-            _tell_changes(given, _inspect(given)[1])
+            is_run, changes = _inspect(given)
+            _tell_changes(given, changes)
+            if given.resume and not is_run:
+                _tell_beginning(given)
         except UsageError as error:
             problem = str(error)
     if problem := agree.broadcast("check the run directory", problem):
@@ -155,18 +161,57 @@ def devices_at_first(given: Experiment) -> int | None:
     return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
+def last_devices(given: Experiment) -> dict[str, int] | None:
+    """The numbers of devices and processes of the last start of the run; None for a new run. All call it."""
+    starts: list[Any] = []
+    if jax.process_index() == 0 and given.resume:
+        with contextlib.suppress(OSError, UsageError):
+            starts = _read(given.run_dir / "environment.json")["starts"]
+    last = starts[-1] if starts else None
+    found = last and {"devices": last["devices"]["count"], "processes": last["process_count"]}
+    return agree.broadcast("devices at the last start", found)
+
+
+def use_first_commits(given: Experiment) -> None:
+    """Take from the hub what the run that `given` continues took at first, not what is newest. All must call it."""
+    recorded: dict[str, str] = {}
+    if jax.process_index() == 0 and given.resume:
+        with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
+            for start in reversed(_read(given.run_dir / "environment.json")["starts"]):
+                recorded |= start.get("hub", {})
+    hub.pin(agree.broadcast("commits on the hub", recorded))
+
+
+def check_commits() -> None:
+    """Raise DataError if processes have taken different commits from the hub. Every process must call it."""
+    everyone = agree.gather("commits on the hub", hub.commits())
+    for index, other in enumerate(everyone):
+        for name in sorted(other.keys() & everyone[0].keys()):
+            if other[name] != everyone[0][name]:
+                raise DataError(
+                    f"{name} has changed on the hub during the start: it is {other[name]} on process {index}, "
+                    f"{everyone[0][name]} on process 0. Start again, or give one with hub:USER/NAME@REVISION"
+                )
+
+
 def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     """Record the experiment and environment of this start in the opened directory. For process 0 only.
 
     `measured` has measurements of this start's devices, as JSON.
     """
     path, experiment = given.run_dir, as_json(given)
+    fencing.require_owned(path)
     changes = _changes(given)
     try:
         starts = _read(path / "environment.json")["starts"]
     except FileNotFoundError:
         starts = []
-    start = {**environment(), **measured, "changed": {name: list(values) for name, values in changes.items()}}
+    start = {
+        **environment(),
+        "hub": hub.commits(),
+        **measured,
+        "changed": {name: list(values) for name, values in changes.items()},
+    }
     write_json(path / "environment.json", {"starts": [*starts, start]})
     write_json(path / "experiment.json", experiment)
 
@@ -214,8 +259,6 @@ def _open(given: Experiment) -> RunDir:
         run_lock.hold(path)
         _inspect(dataclasses.replace(given, overwrite=False))  # another start may have been faster here, too
         logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
-    elif given.resume and not is_run:
-        logger.info("--resume: there is no run in %s yet; starting one", path)
     resumed = is_run and given.resume
     if not resumed:
         write_json(path / "experiment.json", as_json(given))
@@ -236,13 +279,52 @@ def _tell_changes(given: Experiment, changes: Mapping[str, tuple[Any, Any]]) -> 
             )
 
 
+def _tell_beginning(given: Experiment) -> None:
+    """Log where --resume has found no run; warn if there is one of this name around the folder where it was typed."""
+    here, base = pathlib.Path.cwd(), pathlib.Path(given.checkpoint_base_dir)
+    path = given.run_dir
+    around = [] if base.is_absolute() else [*here.parents, *_folders_in(here)]
+    others = (folder / base / given.name / given.exp_name for folder in around)
+    found = [one for one in others if _is_there(one / "experiment.json")]
+    if found:
+        logger.warning(
+            "--resume: there is no run in %s, so one begins there. %s is a run of the same name: it goes on, from any "
+            "folder, with: python -m openpi_train resume %s",
+            *(path, found[0], shlex.quote(str(found[0]))),
+        )
+    else:
+        logger.info(
+            "--resume: there is no run in %s, so one begins there (a run that was started in another folder goes on "
+            "with: python -m openpi_train resume RUN, its directory)",
+            path,
+        )
+
+
+def _folders_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The first of its folders by name; none if it cannot be read."""
+    try:
+        return sorted(one for one in folder.iterdir() if one.is_dir())[:_MOST_FOLDERS]
+    except OSError:
+        return []
+
+
+def _is_there(file: pathlib.Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # of somebody else's folder
+        return False
+
+
 def _inspect(given: Experiment) -> tuple[bool, dict]:
     """Whether the run exists, and what differs from it; writes nothing."""
     _check_flags(given)
     path = given.run_dir
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is a file, and the run's folder would be {path}: give another --checkpoint-base-dir")
     is_run = (path / "experiment.json").is_file()
-    # Log files may be opened before the run is, and a start that ended early leaves its lock.
-    empty = {"logs", run_lock.NAME}
+    # Log files may be opened before the run is, and a start that ended early leaves its lock and its generation.
+    empty = {"logs", run_lock.NAME, fencing.NAME}
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
     if is_run and not given.resume and not given.overwrite:

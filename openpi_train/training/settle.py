@@ -22,7 +22,7 @@ from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
 from openpi_train.training.prepare import Examined, Prepared, examine, prepare, require_state, with_checked_attention
 from openpi_train.training.resume_point import begun
-from openpi_train.training.rundir import check_run, devices_at_first
+from openpi_train.training.rundir import check_run, devices_at_first, use_first_commits
 from openpi_train.training.start_check import check_files, examine_data
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def settle(given: Experiment, world: World) -> Settled:
     Errors that do not depend on the data are raised before these are opened, which may take long. Raises UsageError or
     DataError.
     """
+    use_first_commits(given)
     experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
     for line in lines:
         logger.info("%s", line)
@@ -98,14 +99,14 @@ def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> li
     return data.batch_specs(batch_size) or [experiment.data.batch_spec(experiment.model, batch_size)]
 
 
-@phase("opening the data")
 def open_in_turn(experiment: Experiment) -> OpenedData:
     """Open the experiment's data, first on process 0, which makes indexes and norm stats for the others.
 
     Raises DataError with what to do, also if processes find rows of different shapes (another tokenizer, or other
     instructions).
     """
-    with agree.process_0_first("has opened the data", experiment.timeouts.data_s):
+    limit_s = experiment.timeouts.data_s
+    with phase("opening the data", least_s=limit_s), agree.process_0_first("has opened the data", limit_s):
         together, data = Together(), None
         with together:
             data = experiment.open_data()

@@ -26,14 +26,15 @@ from openpi_train.launch import status
 from openpi_train.planning.device_limits import peak_flops
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
-from openpi_train.runtime.exits import CheckpointError, Preempted, reported_as
+from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
 from openpi_train.runtime.phases import phase
-from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.goodput import Goodput, read_longest
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
 from openpi_train.training.metrics import Metrics, read_evaluations
@@ -43,7 +44,7 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.resume_point import ResumePoint, resume_point, saved_position
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
-from openpi_train.training.rundir import open_run, record_start
+from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
 from openpi_train.training.settle import Settled, settle
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
@@ -57,7 +58,16 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
-    world = session.start(world, facts=facts, devices_per_process=devices_per_process, timeouts=timeouts)
+    world = session.start(
+        world,
+        facts=facts,
+        devices_per_process=devices_per_process,
+        timeouts=timeouts,
+        shared_folder=Path(experiment.checkpoint_base_dir),
+    )
+    if experiment.resume and world.process_index == 0:
+        phases.expect(read_longest(experiment.run_dir))
+    require_devices(experiment)
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
         collectives = selftest.measure()
@@ -68,7 +78,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         with (
             crash_loop.counting(run.directory),
             jax.set_mesh(run.trainer.plan.real_mesh),
-            phase("training", limited=True),
+            phase("training", of_steps=True),
         ):
             if run.state.step < run.experiment.num_train_steps:
                 train(run)
@@ -82,6 +92,16 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         report(run)
         session.stop(timeouts.finish_s)
     return 0
+
+
+def require_devices(experiment: Experiment) -> None:
+    """Raise HardwareError where a restart finds fewer devices than the start before it had. Every process calls it."""
+    before = last_devices(experiment)
+    if not is_restart(os.environ) or before is None or before["processes"] != jax.process_count():
+        return
+    here, had = jax.local_device_count(), before["devices"] // before["processes"]
+    if here < had:
+        raise HardwareError(f"this restart finds {here} of the {had} devices that each process of the run had")
 
 
 def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
@@ -109,6 +129,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     with jax.set_mesh(trainer.plan.real_mesh):
         state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer, older=older)
         evaluator = make_evaluator(experiment, trainer, data, directory)
+    check_commits()
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
@@ -143,6 +164,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
             wait=recorder.wait,
         ),
         history=history,
+        goodput=make_goodput(directory, feed, int(state.step)) if jax.process_index() == 0 else None,
     )
 
 
@@ -252,6 +274,12 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
         stop_on_nan=experiment.on_nan == "stop",
         unread=unread,
     )
+
+
+def make_goodput(directory: Path, feed: Feed, step: int) -> Goodput:
+    """The account of the run's time, continued. Raises CheckpointError if its file cannot be read."""
+    with reported_as(CheckpointError):
+        return Goodput(directory, step=step, waited_s=lambda: feed.wait_s)
 
 
 def make_metrics(experiment: Experiment, directory: Path, feed: Feed, resume_step: int, num_samples: int) -> Metrics:

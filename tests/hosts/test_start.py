@@ -108,8 +108,8 @@ def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_named(fleet, 
 def test_one_of_another_job_is_refused_and_the_host_that_never_comes_is_named_by_all_others_with_the_time(fleet):
     words = ("word", "word", "another word")
     *done, stranger = ends([fleet.manual(node, *RUN, *SOON, hosts=3, token=word) for node, word in enumerate(words)])
-    assert stranger[0] == 2 and "the run at this address is another job (process 0 on node0)" in stranger[1], stranger
-    assert "turned away process 2 on node2, which belongs to another job" in fleet.output("node0", 0)
+    assert stranger[0] == 2 and f"process 0 at node0, {RENDEZVOUS} is another job" in stranger[1], stranger
+    assert "turned away process 2 on node2, which does not know the token of this run" in fleet.output("node0", 0)
     here = "process 0 on node0, process 1 on node1"
     for code, output in done:
         assert code == 70, done

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,8 +18,9 @@ from openpi_train.interop import openpi, ours
 from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop.parity import compare_outputs
 from openpi_train.policy.experiment_json import experiment_from_json
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.convert_checkpoint import plan
+from openpi_train.tools.draft import drafted, told_as
 from openpi_train.tools.requests import ConvertRequest
 
 
@@ -185,3 +188,22 @@ def test_a_verb_that_is_stopped_by_ctrl_c_says_so_without_a_traceback(monkeypatc
     monkeypatch.setitem(cli.VERBS, "convert", stopped)
     assert cli.run(["convert", "a", "b"]) == 130
     assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_what_is_said_of_a_result_names_the_users_folder(tmp_path, caplog):
+    target = tmp_path / "out"
+    with caplog.at_level(logging.INFO), drafted(target, 0, overwrite=False) as draft:
+        draft.mkdir()
+        logging.getLogger("openpi_train.interop.any").info("%s is read from %s", draft / "params", draft)
+    assert caplog.messages == [f"{target}/params is read from {target}"]
+    with (
+        pytest.raises(CheckpointError, match=f"^{target}2/params is damaged$"),
+        drafted(Path(f"{target}2"), 0, False) as it,
+    ):
+        raise CheckpointError(f"{it}/params is damaged")
+    assert not list(tmp_path.glob(".*partial*"))
+    address = "hub:me/tiny"
+    with pytest.raises(CheckpointError, match=rf"^{address} could not be written: OSError"), told_as(target, address):
+        target.rename(tmp_path / "moved")
+        with drafted(target, 0, overwrite=False):
+            raise OSError("the link is gone")

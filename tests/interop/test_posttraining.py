@@ -196,10 +196,10 @@ def test_a_key_of_another_section_becomes_a_flag(algorithm, config, flags):
         ({"mixed_precision": "no", "fp16": True}, "mixed_precision is 'no' and fp16 is true"),
         (
             {"per_device_train_batch_size": 4, "dataloader": {"batch_size": 8}},
-            "per_device_train_batch_size is 4 and dataloader.batch_size is 8",
+            "training.per_device_train_batch_size is 4 and training.dataloader.batch_size is 8",
         ),
         ({"num_epochs": 2, "max_steps": 5}, "max_steps is 5 and num_epochs is 2"),
-        ({"num_epochs": 2, "num_train_epochs": 3}, "num_epochs is 2 and num_train_epochs is 3"),
+        ({"num_epochs": 2, "num_train_epochs": 3}, "training.num_epochs is 2 and training.num_train_epochs is 3"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_steps is 5 and warmup_ratio is 0.1"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "constant has no warm-up, and warmup_steps is 5"),
         (
@@ -321,9 +321,15 @@ def test_a_config_goes_before_its_deepspeed_file(keys, changes, flags, folder):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (training(learing_rate=1), "unknown key learing_rate; did you mean learning_rate?"),
-        (training(dataloader={"num_worker": 1}), "unknown key dataloader.num_worker; did you mean dataloader.num_work"),
-        (training(deepspeed={"config": "x"}), "unknown key deepspeed.config; did you mean deepspeed.config_path?"),
+        (training(learing_rate=1), "unknown key training.learing_rate; did you mean training.learning_rate?"),
+        (
+            training(dataloader={"num_worker": 1}),
+            "did you mean training.dataloader.num_work",
+        ),
+        (
+            training(deepspeed={"config": "x"}),
+            "did you mean training.deepspeed.config_path?",
+        ),
         ({"modell": {"x": 1}}, "unknown key modell.x; the tool has no such key"),
         ({"data": {"datasets": {"sft": {"train_file": ["a"]}}}}, "did you mean data.datasets.sft.train_files?"),
         (training(bf16="yes"), 'bf16 is "yes"; it must be true or false'),
@@ -361,7 +367,7 @@ def test_what_cannot_be_is_refused(config, message):
         ({"loss_type": "regression"}, "rm", "loss_type is 'regression'; allowed: ranking"),
         ({"ranking_loss_type": "hinge"}, "rm", "ranking_loss_type is 'hinge'; allowed: log_sigmoid"),
         ({"margin": 0.5}, "rm", "margin is 0.5; allowed: 0 (margins are a column `margin` of the pairs)"),
-        ({"beta": 0.1}, "sft", "unknown key beta"),
+        ({"beta": 0.1}, "sft", "unknown key training.beta"),
     ],
 )
 def test_a_loss_that_is_not_there_is_refused(keys, algorithm, message):

@@ -147,7 +147,7 @@ def test_options_of_the_trainers_commands_replace_keys(given, flags):
         (head(dropout=0.1), "dropout is 0.1; allowed: 0"),
         (head(num_categories=2), "num_categories is 2; allowed: 1"),
         (vlm(dtype="torch.int8"), "dtype is 'torch.int8'; allowed: torch.bfloat16, torch.float16, torch.float32"),
-        (schedule(T_max=5), "lr_scheduler.T_max is 5 and epochs is 10: the rate would rise again"),
+        (schedule(T_max=5), "lr_scheduler.T_max is 5 and training.epochs is 10: the rate would rise again"),
         ({"lr_scheduler": {"type": "StepLR"}}, "lr_scheduler.type is 'StepLR'; allowed: cosineannealinglr, none"),
         ({"lr_scheduler": {"T_max": 5}}, "lr_scheduler.type is missing"),
         ({"optimizer": {"type": "SGD"}}, "optimizer.type is 'SGD'; allowed: adamw, adam"),
@@ -195,4 +195,4 @@ def test_a_file_of_the_trainer_is_refused(tmp_path):
     file.touch()
     with pytest.raises(UsageError, match="its flow head is another network") as error:
         translate_vla(GUIDE, {"resume_checkpoint": str(file)})
-    assert f"in place of resume_checkpoint give --weight-loader.params-path {file}" in str(error.value)
+    assert f"in place of it give --weight-loader.params-path {file}" in str(error.value)

@@ -1,5 +1,6 @@
 """Manifests against Kubernetes' published schemas, and against what a process in a pod makes of them."""
 
+import dataclasses
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from runs.command import ROOT, environment, places
 from small_runs import SMALL
 
-from openpi_train.launch import forms
+from openpi_train.launch import forms, kubernetes
 from openpi_train.launch.kubernetes import Kubernetes, manifest
 from openpi_train.launch.processes import free_port
 from openpi_train.launch.spec import LaunchError
@@ -42,6 +43,7 @@ FULL = Kubernetes(
     service_account="trainer",
     image_pull_secret="registry",
     fs_group=1000,
+    run_as_user=1000,
     shared_memory_gib=64,
     max_restarts=3,
     grace_s=300,
@@ -54,8 +56,8 @@ VERSIONS = ("1.31", kubernetes_validate.latest_version())
 def job_of(spec):
     """The Job that pods come from; of a JobSet, the one that its controller makes."""
     if spec.form == "job":
-        return manifest(spec)[1]
-    (replicated,) = manifest(spec)[0]["spec"]["replicatedJobs"]
+        return manifest(spec)[-1]
+    (replicated,) = manifest(spec)[-1]["spec"]["replicatedJobs"]
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "made"}, **replicated["template"]}
 
 
@@ -73,7 +75,8 @@ def with_form(spec, form):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("spec", [PLAIN, FULL, with_form(PLAIN, "jobset"), with_form(FULL, "jobset")])
 def test_manifest_fits_the_published_schemas(spec, version):
-    for document in manifest(spec) if spec.form == "job" else [job_of(spec)]:
+    secret, *others = manifest(spec)
+    for document in [secret, *(others if spec.form == "job" else [job_of(spec)])]:
         kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -86,7 +89,7 @@ def test_the_schemas_do_refuse_a_wrong_manifest():
 
 def jobset_of(spec):
     """The JobSet without the pods, which are checked as a part of its Job, above."""
-    (jobset,) = manifest(with_form(spec, "jobset"))
+    jobset = manifest(with_form(spec, "jobset"))[-1]
     jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"] = {}
     return jobset
 
@@ -149,7 +152,7 @@ def test_a_process_in_a_pod_finds_its_place(form, index):
 
 
 def test_the_service_is_headless_and_selects_the_jobs_pods_before_they_are_ready():
-    service = manifest(PLAIN)[0]["spec"]
+    service = manifest(PLAIN)[-2]["spec"]
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"]
     assert service["selector"] == {"batch.kubernetes.io/job-name": "run"}
     assert [port["port"] for port in service["ports"]] == [29500, 29501]
@@ -157,17 +160,40 @@ def test_the_service_is_headless_and_selects_the_jobs_pods_before_they_are_ready
 
 def test_the_pods_of_a_jobset_have_names_before_they_are_ready():
     """They are ready only when they have met; JobSet itself makes the service, of this name."""
-    network = manifest(with_form(PLAIN, "jobset"))[0]["spec"]["network"]
+    network = manifest(with_form(PLAIN, "jobset"))[-1]["spec"]["network"]
     assert network == {"enableDNSHostnames": True, "subdomain": "run", "publishNotReadyAddresses": True}
+
+
+# What the "restricted" level of Kubernetes' pod security standards asks of a pod, and of its containers.
+RESTRICTED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+RESTRICTED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_pods_fit_the_restricted_level_of_pod_security(form):
+    pod = job_of(with_form(PLAIN, form))["spec"]["template"]["spec"]
+    assert pod["securityContext"] == RESTRICTED
+    assert [container["securityContext"] for container in pod["containers"]] == [RESTRICTED_CONTAINER]
+    assert pod["automountServiceAccountToken"] is False
+    assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "emptyDir", "persistentVolumeClaim"}
+    assert "hostNetwork" not in pod
+
+
+def test_root_and_a_service_account_are_asked_for():
+    spec = dataclasses.replace(PLAIN, run_as_user=0, service_account="trainer")
+    pod = job_of(spec)["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {**RESTRICTED, "runAsNonRoot": False, "runAsUser": 0}
+    assert "automountServiceAccountToken" not in pod
 
 
 def test_every_option_is_in_the_manifest(capsys):
     options = """--name run --image img --nodes 2 --gpus-per-node 8 --namespace robots --port 4000 --pvc ckpt:/ckpt
         --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
-        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job --image-pull-secret registry --fs-group 1000"""
+        --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job --image-pull-secret registry --fs-group 1000
+        --run-as-user 2000"""
     assert forms.main(["kubernetes", *options.split(), "--", *RUN]) == 0
-    service, job = yaml.safe_load_all(capsys.readouterr().out)
-    assert {document["metadata"]["namespace"] for document in (service, job)} == {"robots"}
+    secret, service, job = yaml.safe_load_all(capsys.readouterr().out)
+    assert {document["metadata"]["namespace"] for document in (secret, service, job)} == {"robots"}
     assert [port["port"] for port in service["spec"]["ports"]] == [4000, 4001]
     sizes = {name: job["spec"][name] for name in ("completions", "parallelism", "backoffLimit")}
     assert sizes == {"completions": 2, "parallelism": 2, "backoffLimit": 60}
@@ -176,7 +202,8 @@ def test_every_option_is_in_the_manifest(capsys):
     pod = job["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 300 and pod["serviceAccountName"] == "trainer"
     assert pod["nodeSelector"] == {"kind": "h100"} and pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert pod["securityContext"] == {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    group = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    assert pod["securityContext"] == {**RESTRICTED, "runAsUser": 2000, **group}
     (container,) = pod["containers"]
     assert container["image"] == "img" and container["command"][-len(RUN) :] == list(RUN)
     assert {"name": "A", "value": "b=c"} in container["env"]
@@ -205,7 +232,7 @@ def action(spec, code):
 def test_what_another_attempt_cannot_mend_fails_the_run_at_once(code):
     assert action(PLAIN, code) == "FailJob"
     assert action(with_form(PLAIN, "jobset"), code) == "FailJob"
-    (rule,) = manifest(with_form(PLAIN, "jobset"))[0]["spec"]["failurePolicy"]["rules"]
+    (rule,) = manifest(with_form(PLAIN, "jobset"))[-1]["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
@@ -213,7 +240,7 @@ def test_what_another_attempt_cannot_mend_fails_the_run_at_once(code):
 def test_a_lost_peer_and_a_preemption_are_tried_again(code):
     assert action(FULL, code) == "Ignore"
     assert action(with_form(FULL, "jobset"), code) is None, "it fails the Job, and so restarts all pods together"
-    jobset = manifest(with_form(FULL, "jobset"))[0]["spec"]
+    jobset = manifest(with_form(FULL, "jobset"))[-1]["spec"]
     assert jobset["failurePolicy"]["maxRestarts"] == 60
     assert job_of(with_form(FULL, "jobset"))["spec"]["backoffLimit"] == 0
 
@@ -243,6 +270,7 @@ def test_a_pod_on_processors_is_told_so():
         ({"name": "Run_1"}, "not a valid Kubernetes name: lower-case"),
         ({"name": "a" * 62}, "at most 61 of them here"),
         ({"fs_group": -1}, "--fs-group -1 is not the number of a group"),
+        ({"run_as_user": -1}, "--run-as-user -1 is not the number of a user"),
         ({"name": "a" * 60, "form": "jobset"}, "at most 53 of them here"),
         ({"num_nodes": 0}, "--nodes and --grace-s must be at least 1"),
         ({"port": 65535}, "--port 65535"),
@@ -267,7 +295,8 @@ def test_a_verb_runs_in_pods_too():
     assert Kubernetes(**{**vars(PLAIN), "arguments": ("doctor",)}).arguments == ("doctor",)
 
 
-def test_the_command_prints_the_manifest_as_yaml(capsys):
+def test_the_command_prints_the_manifest_as_yaml(capsys, monkeypatch):
+    monkeypatch.setattr(kubernetes.secrets, "token_hex", lambda size: "ab" * size)
     assert forms.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
     out, err = capsys.readouterr()
     expected = Kubernetes(**{**vars(PLAIN), "claims": (("data", "/data"),)})
@@ -302,7 +331,7 @@ def test_checkpoints_that_die_with_their_pod_are_warned_of(capsys):
     assert "no --pvc" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "value"), [("--pvc", "data"), ("--pvc", "data:relative"), ("--env", "NAME")])
+@pytest.mark.parametrize(("option", "value"), [("--pvc", "data"), ("--pvc", "data:relative"), ("--env", "=b")])
 def test_a_malformed_option_is_named(option, value, capsys):
     with pytest.raises(SystemExit):
         forms.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
@@ -355,3 +384,64 @@ def test_the_pods_of_a_manifest_train_together_although_dns_is_late(pod, tmp_pat
     (begin,) = environment_json["starts"]
     assert results["summary"]["checkpoints"] and begin["process_count"] == 2
     assert begin["collectives"]["devices"] == 2
+
+
+SECRETS = ("--env", "WANDB_API_KEY", "--env", "WANDB_MODE=online", "--env", "HF_TOKEN")
+
+
+def written(capsys, *options):
+    assert forms.main(["kubernetes", *OPTIONS, "--no-check", *options, "--", *RUN]) == 0
+    out, err = capsys.readouterr()
+    documents = list(yaml.safe_load_all(out))
+    return documents, documents[-1]["spec"]["template"]["spec"]["containers"][0]["env"], out, err
+
+
+def test_a_variable_by_its_name_comes_from_a_secret_and_not_from_here(capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    documents, env, out, err = written(capsys, *SECRETS, "--namespace", "robots")
+    entries = {entry["name"]: entry for entry in env}
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        assert entries[name] == {"name": name, "valueFrom": {"secretKeyRef": {"name": "run-env", "key": name}}}
+    assert entries["WANDB_MODE"]["value"] == "online" and "0123456789" * 4 not in out + err
+    command = 'kubectl create secret generic run-env --namespace robots --from-literal=WANDB_API_KEY="$WANDB_API_KEY"'
+    assert f'{command} --from-literal=HF_TOKEN="$HF_TOKEN"\n' in err and "manifest:" not in err
+    for document in documents:
+        kubernetes_validate.validate(document, VERSIONS[0], strict=True)
+    _, env, _, _ = written(capsys, *SECRETS, "--env-secret", "our.keys")
+    assert {entry["valueFrom"]["secretKeyRef"]["name"] for entry in env if "valueFrom" in entry} >= {"our.keys"}
+
+
+def test_a_secret_by_its_value_is_told(capsys):
+    *_, err = written(capsys, "--env", "WANDB_API_KEY=abc", "--env", "TOKENIZERS_PARALLELISM=false")
+    assert err.count("puts its value into the manifest") == 1 and "--env WANDB_API_KEY=... puts" in err
+
+
+@pytest.mark.parametrize("words", [("--env", "=x"), ("--env", "A B"), ("--env", "RANK"), ("--env-secret", "No_Name")])
+def test_what_names_no_variable_and_no_secret_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as ending:
+        raise SystemExit(forms.main(["kubernetes", *OPTIONS, "--no-check", *words, "--", *RUN]))
+    assert ending.value.code == 2 and words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_each_manifest_has_a_token_of_its_own_in_a_secret(form):
+    secrets = [manifest(with_form(PLAIN, form))[0] for _ in range(2)]
+    values = [secret["stringData"]["token"] for secret in secrets]
+    assert len(set(values)) == 2 and all(len(value) == 32 for value in values)
+    assert len({secret["metadata"]["name"] for secret in secrets}) == 2, "a job that runs keeps its own"
+    secret, *_, last = manifest(with_form(PLAIN, form))
+    name, value = secret["metadata"]["name"], secret["stringData"]["token"]
+    assert f"'secretKeyRef': {{'name': '{name}', 'key': 'token'}}" in str(last) and value not in str(last)
+
+
+def test_a_token_of_the_users_own_takes_its_place(capsys):
+    documents, env, _, _ = written(capsys, "--env", "OPENPI_TRAIN_JOB_TOKEN")
+    assert [document["kind"] for document in documents] == ["Service", "Job"]
+    (entry,) = [entry for entry in env if entry["name"] == "OPENPI_TRAIN_JOB_TOKEN"]
+    assert entry["valueFrom"]["secretKeyRef"] == {"name": "run-env", "key": "OPENPI_TRAIN_JOB_TOKEN"}
+
+
+def test_a_written_manifest_is_its_owners_alone(tmp_path):
+    file = tmp_path / "run.yaml"
+    assert forms.main(["kubernetes", *OPTIONS, "--no-check", "--out", str(file), "--", *RUN]) == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600

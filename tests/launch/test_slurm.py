@@ -1,4 +1,5 @@
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -421,6 +422,28 @@ def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
     ranked = sorted(codes, key=codes.__getitem__)
     assert ranked == ["exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5", "exit 72"]
     assert max(codes.values()) <= 255
+
+
+def test_each_start_has_a_secret_of_its_own_in_a_file_for_its_tasks_alone(tmp_path):
+    task = 'file=$OPENPI_TRAIN_JOB_TOKEN_FILE; ls -l "$file"; cat "$file"; echo; echo ".$OPENPI_TRAIN_JOB_TOKEN."'
+    text = script(job_of(task, program=("bash", "-c"), output_dir=tmp_path))
+    stand_in = 'umask 000; srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
+    environ = {**os.environ, "SLURM_JOB_ID": "1", "OPENPI_TRAIN_JOB_TOKEN": "of the submitting shell"}
+    tokens = set()
+    for _ in range(2):
+        done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)
+        listed, token, given, *_ = done.stdout.splitlines()
+        assert listed.startswith("-rw------- ") and listed.endswith(f"{tmp_path}/a_1.token") and given == ".."
+        assert re.fullmatch("[0-9a-f]{32}", token) and token not in text
+        tokens.add(token)
+    assert len(tokens) == 2 and not (tmp_path / "a_1.token").exists()
+
+
+def test_a_container_sees_the_output_folder_which_holds_the_secret(capsys, tmp_path):
+    words = step(dry_run(capsys, "--container", "image.sqsh", "--output-dir", str(tmp_path)))
+    assert f"--container-mounts={Path.cwd()}:{Path.cwd()},{tmp_path}:{tmp_path}" in words
+    words = step(dry_run(capsys, "--container", "i", "--container-runtime", "apptainer", "--output-dir", str(tmp_path)))
+    assert f"--bind {Path.cwd()} --bind {tmp_path} --pwd" in " ".join(words)
 
 
 def test_a_variable_without_a_value_is_passed_on_and_not_written_down(tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ import os, subprocess, sys
 if sys.argv[1] == "away":
     sys.stderr.write("ssh: connect to host away port 22: No route to host\\n")
     sys.exit(255)
+if sys.argv[2] == "true":
+    sys.exit(255 * os.path.exists(sys.argv[0].replace("ssh.py", sys.argv[1] + ".gone")))
 open(sys.argv[0].replace("ssh.py", sys.argv[1] + ".pid"), "w").write(str(os.getpid()))
 print("Welcome to", sys.argv[1], flush=True)
 sys.exit(subprocess.Popen(["sh", "-c", sys.argv[2]], start_new_session=True).wait())
@@ -174,7 +176,7 @@ def test_the_token_is_the_same_everywhere_and_on_no_command_line(start, tmp_path
     said = {run.output(rank) for rank in range(4)}
     assert len(said) == 1
     _, token, seen, looked = said.pop().split()
-    assert len(token) == 16 and (seen, looked) == ("0", "True")
+    assert len(token) == 32 and (seen, looked) == ("0", "True")
 
 
 @pytest.mark.multiprocess
@@ -329,6 +331,7 @@ FEWER = """
 def test_a_run_goes_on_without_a_lost_host_from_another_port(start, tmp_path):
     run = start(FEWER, "ann@node2,node1", "--max-restarts", "1", "--min-nodes", "1", "--master-addr", "10.0.0.1")
     run.wait_until_all_say("pid")
+    (tmp_path / "ann@node2.gone").touch()
     os.kill(int((tmp_path / "ann@node2.pid").read_text()), signal.SIGKILL)
     code, _, err = run.end()
     assert code == 0, err
@@ -336,6 +339,27 @@ def test_a_run_goes_on_without_a_lost_host_from_another_port(start, tmp_path):
     said = [(tmp_path / "output" / "restart_1" / f"process_{rank}.txt").read_text().split()[2:5] for rank in range(2)]
     assert said == [["2", "node1", "29502"]] * 2
     assert run.output(0).split()[2:5] == ["4", "10.0.0.1", "29500"]
+
+
+ON_NODE_1 = """
+    print("pid", os.getpid(), *map(os.environ.get, ("WORLD_SIZE", "MASTER_ADDR")), flush=True)
+    time.sleep(600 * (os.environ["MASTER_ADDR"] == "node1" and "OPENPI_TRAIN_RESTART" not in os.environ))
+    """
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("is_gone", "then"), [(True, "node2"), (False, "node1")], ids=["gone", "back"])
+def test_a_spare_host_takes_the_place_of_one_that_is_gone(start, tmp_path, is_gone, then):
+    run = start(ON_NODE_1, "node1,node2,spare", "--nodes", "2", "--max-restarts", "1", per_node=1)
+    run.wait_until_all_say("pid", 2)
+    if is_gone:
+        (tmp_path / "node1.gone").touch()
+    os.kill(int((tmp_path / "node1.pid").read_text()), signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 0, err
+    assert ("without node1: on node2, spare; with spare" in err[-1]) == is_gone, err
+    said = [(tmp_path / "output" / "restart_1" / f"process_{rank}.txt").read_text().split()[2:] for rank in range(2)]
+    assert said == [["2", then]] * 2
 
 
 @pytest.mark.multiprocess
@@ -352,7 +376,8 @@ def test_a_host_that_cannot_be_reached_is_left_out_where_enough_others_are_there
         (("debug", "--batch-size", "12"), [1, 3]),  # four devices on each host
         (("debug", "--batch_size=8"), [1, 2]),
         (("debug", "--batch-size", "12", "--batch-size", "16"), [1, 2, 4]),
-        (("debug",), [1, 2, 3, 4]),  # the experiment's own, unknown here
+        (("debug", "--exp-name", "x"), [1, 2]),  # the experiment's own 8, of which the run itself is asked
+        (("no-such-experiment",), [1, 2, 3, 4]),  # unknown here: the run checks
         (("debug", "--batch-size", "12", "--no-keep-effective-batch-size"), [1, 2, 3, 4]),
     ],
 )
@@ -360,4 +385,4 @@ def test_the_numbers_of_hosts_that_can_share_the_batch(arguments, expected):
     launch = ssh.Ssh(
         arguments=arguments, hosts="a", per_node=PerNode(processes_per_node=2), here=Here(devices_per_process=2)
     )
-    assert [number for number in range(1, 5) if launch.can_share(number)] == expected
+    assert [number for number in range(1, 5) if launch.can_share(number, 2, ".")] == expected

@@ -95,6 +95,29 @@ def test_lost_hosts_are_left_out_where_enough_are_left_that_can_share_the_batch(
     assert following and following.hosts == tuple(expected)
 
 
+def test_hosts_that_come_back_and_spare_ones_are_used_again():
+    back: set[str] = set()
+    rules = Rules(max_restarts=9, min_hosts=1, hosts=(*"abcdef",), num_hosts=4, answers=back.__contains__)
+    start = dataclasses.replace(FIRST, hosts=(*"abcd",))
+    steps = [
+        # lost, of them with broken hardware, back before this start: hosts
+        ("b", "b", "", "acde"),
+        ("ae", "", "", "cdf"),
+        ("", "", "a", "acdf"),  # the one that is broken stays away
+        ("cdf", "", "cdf", "acdf"),  # they were lost, and answer at once
+        ("acdf", "", "", "abcd"),  # nobody is left: all are tried again
+    ]
+    for lost, broken, answering, hosts in steps:
+        back |= {*answering}
+        if not answering:
+            back.clear()
+        outcome = LaunchOutcome(code=70, lost_hosts=(*lost,), broken_hosts=(*broken,))
+        following = after(start, outcome, rules)
+        assert following and following.hosts == (*hosts,), (lost, following)
+        start = dataclasses.replace(following, restarts=0)
+    assert start.missing == ()
+
+
 def test_restarts_are_counted_from_the_last_progress_on():
     """A preemptible run goes on for ever; one that saves nothing new ends after `max_restarts`."""
     start, rules = FIRST, Rules(max_restarts=2)

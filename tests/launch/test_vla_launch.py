@@ -6,7 +6,7 @@ import pytest
 from launch.test_forms import script
 from vla_project import write_vla_project
 
-from openpi_train import cli
+from openpi_train import cli, train_verbs
 from openpi_train.elastic import adapt
 from openpi_train.launch import forms, vla_training
 
@@ -20,7 +20,7 @@ def started(tmp_path, monkeypatch):
     monkeypatch.chdir(write_vla_project(tmp_path))
     told, runs = [], []
     monkeypatch.setattr(forms, "main", lambda words: told.append(words) or 0)
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: runs.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: runs.append(experiment) or 0)
     return told, runs
 
 

@@ -1,5 +1,6 @@
 """Rewards of completions: each term, functions in their own process, sums, and what is wrong with one."""
 
+import json
 import os
 import signal
 import subprocess
@@ -47,17 +48,53 @@ FUNCTIONS = """
     def starts(prompt, completion, reference):
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)"
         code += "; time.sleep(600)"
+        if "orphan" in completion:  # whoever started it has ended
+            code = "import os; os.fork() and os._exit(0); os.setsid(); " + code
         alone = "session" in completion
+        code = code.replace("'ready'", "os.getpid()").replace("import signal", "import os, signal")
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=alone)
-        child.stdout.readline()
-        Path(reference).write_text(str(child.pid))
+        Path(reference).write_text(child.stdout.readline().decode())
         if "fork" in completion and not os.fork():  # a copy of this process, which holds its connection
             time.sleep(600)
         if "exit" in completion:
             os._exit(3)
         if "hang" in completion:
-            child.wait()
+            time.sleep(600)
         return 1
+
+    # How many of the variables that the completion names it sees.
+    def sees(prompt, completion, reference):
+        return sum(name in os.environ for name in completion.split())
+
+    def limit(prompt, completion, reference):
+        import resource
+        return resource.getrlimit(getattr(resource, "RLIMIT_" + completion))[0]
+
+    def large(prompt, completion, reference):
+        return len(bytearray(int(completion)))
+
+    class Harm:
+        def __init__(self, file):
+            self.file = file
+        def __reduce__(self):
+            return Path.touch, (Path(self.file),)
+
+    # Answers by itself, in place of its return value.
+    def answers(prompt, completion, reference):
+        from multiprocessing.connection import Connection
+        sockets = [fd for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and is_socket(fd)]
+        connection = Connection(int(sockets[0]))
+        if completion == "pickle":
+            connection.send((Harm(reference), None))
+        else:
+            connection.send_bytes(completion.encode())
+        time.sleep(600)
+
+    def is_socket(fd):
+        try:
+            return os.readlink("/proc/self/fd/" + fd).startswith("socket")
+        except FileNotFoundError:
+            return False
 
     # Comes back once the file of its reference is there: by then nobody may wait for its answer.
     def late(prompt, completion, reference):
@@ -177,7 +214,8 @@ def test_a_process_that_is_killed_between_two_calls_is_started_again(functions):
     reward = FunctionReward(f"{functions}:process", timeout_s=60.0)
     (process,) = reward([("", "", "")])
     os.kill(int(process), signal.SIGKILL)
-    os.waitid(os.P_PID, int(process), os.WEXITED | os.WNOWAIT)  # its first thread is a zombie a little before
+    assert reward._process is not None
+    os.waitid(os.P_PID, reward._process.pid, os.WEXITED | os.WNOWAIT)
     (other,) = reward([("", "", "")])
     assert other != process
     reward.close()
@@ -197,8 +235,12 @@ def until_ended(pid):
         time.sleep(0.01)
 
 
-# What a function starts ignores SIGTERM. In a session of its own it is found as long as the function's process lives.
-@pytest.mark.parametrize("how", ["hang", "hang session", "returns", "returns session", "exit", "exit fork"])
+ALONE = ["hang", "hang session", "returns", "returns session", "exit", "exit fork"]
+ORPHANS = [*ALONE, "hang orphan", "exit session orphan"] if sys.platform == "linux" else ALONE
+
+
+# What a function starts ignores SIGTERM.
+@pytest.mark.parametrize("how", ORPHANS)
 def test_programs_end_with_the_function_that_started_them(functions, tmp_path, how):
     timeout_s = 1.0 if "hang" in how else 60.0
     reward = FunctionReward(f"{functions}:starts", timeout_s=timeout_s, on_timeout="none")
@@ -213,11 +255,12 @@ def test_programs_end_with_the_function_that_started_them(functions, tmp_path, h
 def test_an_answer_that_comes_too_late_is_no_error_on_the_terminal(functions, tmp_path, completion, capfd):
     reward = FunctionReward(f"{functions}:late", timeout_s=60.0)
     reward.start()
-    assert reward._connection is not None
-    reward._connection.send(("", completion, str(tmp_path / "closed")))
+    assert reward._connection is not None and reward._process is not None
+    question = {"texts": ["", completion, str(tmp_path / "closed")], "timeout_s": 60.0}
+    reward._connection.send_bytes(json.dumps(question).encode())
     reward._connection.close()
     (tmp_path / "closed").touch()
-    reward._process.join()
+    reward._process.wait()
     assert capfd.readouterr().err == ""
 
 
@@ -237,7 +280,7 @@ def test_a_function_that_is_ended_does_not_see_its_program_end_first(functions, 
     assert killed and not (tmp_path / "file").exists()
 
 
-@pytest.mark.parametrize("how", ["returns", "hang session"])
+@pytest.mark.parametrize("how", ["returns", "hang session", *(["hang orphan"] if sys.platform == "linux" else [])])
 def test_programs_end_with_the_run(functions, tmp_path, how):
     code = f"""
 import time
@@ -335,8 +378,51 @@ def test_a_process_ends_with_its_reward(functions):
     reward = FunctionReward(f"{functions}:process", timeout_s=60.0)
     (process,) = reward([("", "", "")])
     reward.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(process), 0)
+    until_ended(int(process))
+
+
+def test_a_function_sees_no_key_of_the_run_unless_it_is_named(functions, monkeypatch):
+    secret = ["OPENAI_API_KEY", "HF_TOKEN", "SLURM_JWT", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "SSH_AUTH_SOCK"]
+    for name in secret:
+        monkeypatch.setenv(name, "hidden")
+    reward = FunctionReward(f"{functions}:sees", timeout_s=60.0, environment=("HF_TOKEN", "NOT_THERE"))
+    assert reward([("", name, "") for name in (" ".join(secret), "HF_TOKEN", "PATH HOME")]) == [1, 1, 2]
+    reward.close()
+
+
+def test_a_function_and_what_it_starts_have_limits(functions):
+    reward = FunctionReward(f"{functions}:limit", timeout_s=60.0, memory_gib=3.0)
+    found = dict(zip(LIMITS, reward([("", name, "") for name in LIMITS]), strict=True))
+    reward.close()
+    assert found["DATA"] == 3 << 30 and found["CORE"] == 0
+    assert 0 < found["NOFILE"] <= 4096
+    assert 0 < found["FSIZE"] <= 64 << 30
+    assert 4096 < found["NPROC"] < 100_000
+    assert 60 < found["CPU"] < 60 * 1024 + 1000
+
+
+LIMITS = ["DATA", "CORE", "NOFILE", "FSIZE", "NPROC", "CPU"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+def test_a_function_that_needs_too_much_memory_is_told_as_such(functions):
+    large, small = ("", str(1 << 30), ""), ("", "1000", "")
+    reward = FunctionReward(f"{functions}:large", timeout_s=60.0, memory_gib=0.5, on_timeout="none")
+    assert reward([small, large, small]) == [1000, None, 1000]
+    reward.close()
+    reward = FunctionReward(f"{functions}:large", timeout_s=60.0, memory_gib=0.5)
+    with pytest.raises(DataError, match=r"needed more than 0\.5 GiB of memory \(--practice\.reward-memory-gib\)"):
+        reward([large])
+    reward.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the function looks into /proc")
+@pytest.mark.parametrize("answer", ["pickle", "[" * 100_000, '{"value": "1"}', "x" * (2 << 20)])
+def test_nothing_that_a_function_answers_is_run(functions, tmp_path, answer):
+    reward = FunctionReward(f"{functions}:answers", timeout_s=60.0)
+    with pytest.raises(DataError, match="its answers are no answers"):
+        reward([("", answer, str(tmp_path / "harm"))])
+    assert not (tmp_path / "harm").exists() and reward._process is None
 
 
 def written(folder, text):

@@ -287,7 +287,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_p
 @pytest.mark.parametrize(("flag", "code"), [("--checkpoint-base-dir", USAGE), ("--assets-base-dir", DATA)])
 def test_a_directory_that_cannot_be_written_is_named_with_its_flag(here, tmp_path, flag, code):
     file = here / "unfinished.py"
-    check(openpi_train("debug", *places(tmp_path), flag, file), code, str(file), "choose another", flag)
+    check(openpi_train("debug", *places(tmp_path), flag, file), code, str(file), "another", flag)
 
 
 def test_too_little_shared_memory_is_told_before_the_workers_start(tmp_path):

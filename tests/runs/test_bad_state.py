@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from bad_files import SOURCE, small_disk
 from command import check, losses, openpi_train, places, words
+from small_runs import SMALL
 
 from openpi_train import cli
-from openpi_train.runtime.exits import CHECKPOINT, DONE, NUMBERS, USAGE
+from openpi_train.runtime.exits import CHECKPOINT, DONE, NUMBERS, PEER_LOST, USAGE
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +153,16 @@ def test_a_nan_stops_the_run_with_the_batchs_rows_or_is_skipped(finished, tmp_pa
     check(openpi_train(*arguments, "--overwrite", "--on-nan", "skip"), DONE, "step 4/4")
     lines = (tmp_path / "runs" / "poisoned" / "x" / "metrics.jsonl").read_text().splitlines()
     assert max(line.get("skipped_steps", 0) for line in map(json.loads, lines)) >= 1
+
+
+@pytest.mark.parametrize(("fault", "code"), [("one save fails", DONE), ("save fails", PEER_LOST)])
+def test_a_save_that_fails_is_warned_of_and_several_end_the_run_for_a_restart(tmp_path, fault, code):
+    run = (SMALL, "--num-train-steps", "10", "--save-interval", "2", "--data.process", "", "--data.fault", fault)
+    told = "W saving checkpoint 2 failed: OSError: [Errno 5] Input/output error. The run goes on without it"
+    text = check(openpi_train(*run, *places(tmp_path)), code, told)
+    assert ("saving checkpoint 6 failed" in text) == (code != DONE)
+    saved = [path.parent.name for path in (tmp_path / "runs" / "small" / "x").glob("*/manifest.json")]
+    assert ("10" in saved) == (code == DONE) and "2" not in saved
 
 
 def test_a_full_disk_is_told_before_each_save_and_ends_the_run_at_the_last(tmp_path):

@@ -1,5 +1,6 @@
 """What becomes of the processes of a run when one of them is lost, stuck, or asked to stop at a bad time."""
 
+import contextlib
 import re
 import signal
 import socket
@@ -79,8 +80,35 @@ def test_a_step_that_hangs_on_one_process_ends_all_and_names_it(tmp_path):
     with Processes(tmp_path, 2, *LIMITS, *fault) as run:
         assert run.codes(240) == [PEER_LOST] * 2, run.said()
         for index in (0, 1):
-            run.check_last_words(index, rf"process 1 on {HOST} is stuck \(training, step \d+\): no further step for")
+            stuck = rf"process 1 on {HOST} is stuck \(training, step \d+, .*\): no progress for"
+            run.check_last_words(index, stuck)
         assert "in batch" in run.log(1), "the stack that hangs"
+
+
+PLACES = {
+    "opening": ("opening the data", "open"),
+    "evaluation": ("evaluating", "<lambda>"),
+    "first step": ("training", "next"),
+    "save": ("saving, step 8", "<lambda>"),  # in a background thread, for which both wait
+}
+
+
+@pytest.mark.parametrize("places", [("opening", "save"), ("evaluation", "first step")], ids=" ".join)
+def test_a_hang_in_any_phase_ends_all_and_says_where(tmp_path, places):
+    limits = ("--timeouts.phase-s", "40", "--timeouts.data-s", "40", "--timeouts.stuck-s", "40", "--save-interval", "4")
+    with contextlib.ExitStack() as stack:
+        runs = {
+            place: stack.enter_context(Processes(tmp_path / place, 2, *limits, "--data.fault", f"hangs at {place}"))
+            for place in places
+        }
+        for place, run in runs.items():
+            phase, function = PLACES[place]
+            assert run.codes(BOUND_S) == [PEER_LOST] * 2, run.said()
+            who = "process [01]" if place == "save" else "process 1"
+            stuck = rf"{who} on {HOST} is stuck \({phase}, in .*\): no progress for \d+s, limit 40s"
+            assert re.search(stuck, run.log(0)) and re.search(stuck, run.outputs[1].read_text()), run.said()
+            assert "where every thread of this process is:" in run.log(1) and f"in {function}\n" in run.log(1)
+            assert f"{phase.partition(',')[0]} (limit 40s" in run.outputs[0].read_text()
 
 
 @pytest.mark.parametrize(("signum", "process"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)], ids=["TERM", "USR1"])
@@ -99,3 +127,13 @@ def test_a_save_that_fails_on_one_process_ends_all_for_a_restart(tmp_path):
         assert run.codes(480) == [PEER_LOST, PEER_LOST], run.said()
         assert re.search(r"E saving checkpoint 10 failed: ", run.outputs[0].read_text())
         assert re.search(r"process 0 on .* ended with code 70 .*saving checkpoint 10 failed", run.log(1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("is slow", "waits for data"), ("is busy", "is busy in its own code on the processor")]
+)
+def test_a_process_for_which_all_wait_is_named_with_what_it_waits_for(tmp_path, fault, cause):
+    with Processes(tmp_path, 4, "--batch-size", "8", "--log-interval", "10", "--data.fault", fault) as run:
+        line = re.compile(rf"W (process \d) on {HOST} holds up the others by \d+ ms of \d+ ms a step: it (.*)")
+        run.wait(lambda: line.search(run.outputs[0].read_text()) is not None, 240)
+        assert line.findall(run.outputs[0].read_text()) == [("process 1", cause)]

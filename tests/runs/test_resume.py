@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import ROOT, environment, losses, places, train
+from command import ROOT, check, environment, losses, openpi_train, places, train
 from small_runs import SMALL
 
 from openpi_train import registry
+from openpi_train.faults import DONE, HARDWARE
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 
 pytestmark = [pytest.mark.slow]
@@ -130,3 +131,14 @@ def evaluations(base):
     metrics = base / "runs" / "small" / "x" / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return [line["step"] for line in map(json.loads, lines) if "val/loss" in line]
+
+
+def test_a_restart_that_finds_fewer_devices_is_failed_hardware(tmp_path, monkeypatch):
+    """By hand a run goes on on fewer devices; a launcher starts it again unchanged, so one of them has gone."""
+    run = (SMALL, "--save-interval", "2")
+    train(tmp_path, *run, "--num-train-steps", "2", devices=2)
+    monkeypatch.setenv("OPENPI_TRAIN_RESTART", "1")
+    again = (*run, "--num-train-steps", "4", *places(tmp_path), "--resume")
+    done = openpi_train(*again, "--devices-per-process", "1")
+    check(done, HARDWARE, "this restart finds 1 of the 2 devices that each process of the run had", "without this host")
+    check(openpi_train(*again, "--devices-per-process", "2"), DONE, "continuing from step 2 of 4")

@@ -8,21 +8,38 @@ import pytest
 def test_values_arrive_in_process_order_call_after_call(run_processes):
     results = run_processes(
         """
+        from jax._src import distributed
+
+        class Counted:
+            count = 0
+
+            def __init__(self, client):
+                self.client = client
+
+            def __getattr__(self, name):
+                Counted.count += 1
+                return getattr(self.client, name)
+
+        distributed.global_state.client = Counted(distributed.global_state.client)
         seen = [agree.gather("numbers", {"from": world.process_index, "call": call}) for call in range(5)]
         agree.barrier("halfway")
         word = agree.broadcast("word", "from process 0" if world.process_index == 0 else None)
-        from jax._src import distributed
+        count = Counted.count
+        large = [len(text) for text in agree.gather("more than a message of gRPC", "x" * 3_000_000)]
         left = len(distributed.global_state.client.key_value_dir_get("openpi_train/agree/"))
-        print(json.dumps([seen, word, left]))
+        agree.barrier("all have looked")
+        print(json.dumps([seen, word, left, large, count]))
         """,
         3,
     )
     for result in results:
         assert result.returncode == 0, result
-        seen, word, left = json.loads(result.stdout.splitlines()[-1])
+        seen, word, left, large, count = json.loads(result.stdout.splitlines()[-1])
         assert seen == [[{"from": index, "call": call} for index in range(3)] for call in range(5)]
         assert word == "from process 0"
-        assert left <= 3 * 3  # what was said is forgotten two calls later
+        assert left <= 2 * 3  # what was said is forgotten at the next call
+        assert large == [3_000_000] * 3
+        assert count <= 7 * 4  # a call takes a process so many of the service, also in a run of a thousand
 
 
 @pytest.mark.multiprocess

@@ -57,3 +57,12 @@ def test_a_program_without_the_name_of_an_experiment_is_not_run(tmp_path, capsys
     file = written(tmp_path, "any_program", f"open({str(tmp_path / 'made')!r}, 'w')\n")
     assert cli.run(["data", "check", str(file)]) == 2
     assert "give the experiment as file.py:name" in capsys.readouterr().err and not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("content", [b"a\0b = 1", b"\xff\xfe = 1"])
+def test_a_file_that_is_no_text_is_told_by_its_name(tmp_path, capsys, content):
+    file = tmp_path / f"no_text_{len(content)}.py"
+    file.write_bytes(content)
+    assert cli.run([f"{file}:mine", "--exp-name", "x"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {file}" in said and "None" not in said

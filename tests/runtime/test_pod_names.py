@@ -8,7 +8,7 @@ from openpi_train.runtime import rendezvous, waiting
 from openpi_train.runtime.door import Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
 
-OWN = Hello(process_index=1, process_count=2, host="run-1", token="", facts={}, local_name_is_loopback=False)
+OWN = Hello(process_index=1, process_count=2, host="run-1", facts={}, local_name_is_loopback=False)
 
 
 @pytest.fixture

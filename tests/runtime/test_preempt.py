@@ -54,9 +54,9 @@ def test_a_grace_period_too_short_for_two_steps_and_a_save_is_warned_of_once(
     if grace:
         monkeypatch.setenv(preempt.GRACE_VARIABLE, grace)
     for step in (10, 20):
-        preempt.note_save(step, 15.0)
+        preempt.note_save(step, 15.0, 2_500_000_000)
     messages = [record.message for record in caplog.records]
-    assert "checkpoint 20 is complete, 15.0 s after its save began" in messages
+    assert "checkpoint 20 is complete: 2,500.0 MB, 15.0 s after its save began" in messages
     said = [
         message
         for message in messages

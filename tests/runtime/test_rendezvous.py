@@ -1,17 +1,21 @@
 """Every way in which processes can fail to meet has its own message, on every process."""
 
+import contextlib
 import dataclasses
-import json
 import logging
+import re
 import socket
 import threading
 import time
 
 import pytest
+from rendezvous_caller import admitted, heard
 
-from openpi_train.runtime import waiting
+from openpi_train.runtime import job_token, waiting
 from openpi_train.runtime.door import Guest, Hello, _unreachable_names
 from openpi_train.runtime.exits import PeerLostError, RunError, UsageError
+from openpi_train.runtime.handshake import Signing
+from openpi_train.runtime.job_token import TokenFile
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.rendezvous import meet
 from openpi_train.runtime.world import World
@@ -28,16 +32,17 @@ def world_of(port, index, count, *, token="", host="127.0.0.1"):
         coordinator=f"{host}:{port}",
         source="flags",
         token=token,
+        token_is_secret=bool(token),
     )
 
 
-def meet_all(*worlds, facts=None, timeout_s=240.0):
+def meet_all(*worlds, facts=None, timeout_s=240.0, shared_folder=None):
     """What `meet` raised for each world, None where it returned; all at once, in threads."""
     results: list[RunError | None] = [None] * len(worlds)
 
     def one(position, world):
         try:
-            meet(world, (facts or {}).get(position, FACTS), timeout_s=timeout_s)
+            meet(world, (facts or {}).get(position, FACTS), timeout_s=timeout_s, shared_folder=shared_folder)
         except RunError as error:
             results[position] = error
 
@@ -49,20 +54,22 @@ def meet_all(*worlds, facts=None, timeout_s=240.0):
     return results
 
 
-def say(port, data: bytes, leave: bool = True) -> bytes:
-    """What the door answers to whoever says `data` and then leaves, or waits."""
+def reach(port) -> socket.socket:
+    """A connection to the door, once it is there."""
     deadline = time.monotonic() + 240
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port + 1))
-            break
+            return socket.create_connection(("127.0.0.1", port + 1), timeout=60)
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    with connection:
+
+
+def say(port, data: bytes) -> bytes:
+    """What the door answers to whoever says `data` and then leaves."""
+    with reach(port) as connection:
         connection.sendall(data)
-        if leave:
-            connection.shutdown(socket.SHUT_WR)
+        connection.shutdown(socket.SHUT_WR)
         return connection.recv(4096)
 
 
@@ -124,18 +131,20 @@ def test_an_id_given_twice_is_named(free_port):
 
 
 def test_a_second_process_zero_elsewhere_is_named(free_port):
-    hello = Hello(process_index=0, process_count=2, host="elsewhere", token="", facts=FACTS)
+    hello = Hello(process_index=0, process_count=2, host="elsewhere", facts=FACTS)
     verdicts = []
-    guest = threading.Thread(
-        target=lambda: verdicts.append(
-            say(free_port, json.dumps(dataclasses.asdict(hello)).encode() + b"\n", leave=False)
-        )
-    )
+
+    def come():
+        with reach(free_port) as connection:
+            nonces = admitted(connection, dataclasses.asdict(hello), "ours")
+            verdicts.append(heard(connection, "ours", nonces))
+
+    guest = threading.Thread(target=come)
     guest.start()
-    (error,) = meet_all(world_of(free_port, 0, 2))
+    (error,) = meet_all(world_of(free_port, 0, 2, token="ours"))
     guest.join()
     assert "process id 0 was given twice" in str(error) and "elsewhere" in str(error)
-    assert json.loads(verdicts[0])["error"] == str(error)
+    assert verdicts[0]["error"] == str(error)
 
 
 def test_different_code_or_configuration_is_named_with_both_values(free_port):
@@ -188,16 +197,16 @@ def test_a_process_of_another_job_is_turned_away_and_the_run_starts(free_port):
 def test_a_stray_process_is_turned_away_after_the_start(free_port):
     assert meet_all(world_of(free_port, 0, 2), world_of(free_port, 1, 2)) == [None, None]
     (error,) = meet_all(world_of(free_port, 1, 2))
-    assert isinstance(error, UsageError) and "has started already with all its 2 processes" in str(error)
+    assert isinstance(error, UsageError) and "has started already with all its processes" in str(error)
 
 
 def test_a_process_that_leaves_and_comes_again_is_no_duplicate(free_port, caplog):
-    hello = Hello(process_index=1, process_count=2, host="here", token="", facts=FACTS)
+    hello = Hello(process_index=1, process_count=3, host="here", facts=FACTS)
     first: list = []
     zero = threading.Thread(target=lambda: first.extend(meet_all(world_of(free_port, 0, 3))))
     zero.start()
-    line = json.dumps(dataclasses.asdict(dataclasses.replace(hello, process_count=3))).encode() + b"\n"
-    assert say(free_port, line) == b""
+    with reach(free_port) as connection:
+        admitted(connection, dataclasses.asdict(hello), "")
     deadline = time.monotonic() + 240
     while not any("left before all had come" in record.message for record in caplog.records):
         assert time.monotonic() < deadline
@@ -218,10 +227,11 @@ def test_waits_say_what_they_wait_for(free_port, caplog, monkeypatch):
 
 
 def test_gloo_on_a_loopback_host_name_is_refused_across_hosts():
-    own = Hello(process_index=0, process_count=2, host="a", token="", facts={}, local_name_is_loopback=True)
-    hello = Hello(process_index=1, process_count=2, host="b", token="", facts={})
+    own = Hello(process_index=0, process_count=2, host="a", facts={}, local_name_is_loopback=True)
+    hello = Hello(process_index=1, process_count=2, host="b", facts={})
     with socket.socket() as connection:
-        fields = {"hello": hello, "peer": Peer(1, "b", connection), "connection": connection}
+        signing = Signing(token="", side="process 0", nonces=("", ""))
+        fields = {"hello": hello, "peer": Peer(1, "b", connection), "connection": connection, "signing": signing}
         near, far = Guest(**fields, same_machine=True), Guest(**fields, same_machine=False)
         assert _unreachable_names(own, [near]) is None
         assert "host name of a resolves to a loopback address" in (_unreachable_names(own, [near, far]) or "")
@@ -231,20 +241,60 @@ def test_gloo_on_a_loopback_host_name_is_refused_across_hosts():
     ("reply", "kind", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n", UsageError, "another program answers"),
+        (b'{"nonce": "1", "token_file": "../../etc/passwd", "started": false}\n', UsageError, "is no name of a file"),
         (b"", PeerLostError, "closed the rendezvous without a word"),
     ],
 )
-def test_a_coordinator_that_is_none_of_ours_is_recognised(free_port, reply, kind, message):
-    with socket.create_server(("127.0.0.1", free_port + 1)) as server:
+def test_a_coordinator_that_is_none_of_ours_is_recognised(free_port, reply, kind, message, tmp_path):
+    server = socket.create_server(("127.0.0.1", free_port + 1))
 
-        def answer():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(reply)
+    def answer():
+        with contextlib.suppress(OSError):  # until it is shut down
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(reply)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        (error,) = meet_all(world_of(free_port, 1, 2))
-        thread.join()
-    assert isinstance(error, kind) and message in str(error)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    (error,) = meet_all(world_of(free_port, 1, 2), timeout_s=0.5, shared_folder=tmp_path)
+    server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    server.close()
+    assert isinstance(error, kind) and re.search(message, str(error))
+
+
+def test_without_a_launcher_process_zero_shares_a_secret_in_the_runs_folder(free_port, tmp_path, monkeypatch, caplog):
+    written, write = [], TokenFile.write
+    monkeypatch.setattr(TokenFile, "write", lambda folder: written.append(write(folder)) or written[-1])
+    folder = tmp_path / "runs"
+    assert meet_all(*(world_of(free_port, index, 3) for index in range(3)), shared_folder=folder) == [None] * 3
+    assert len(written[0].token) == 32 and not folder.exists(), "it is gone after the meeting"
+    assert "share no secret" not in caplog.text
+
+
+def test_a_process_that_sees_another_folder_is_told_so_and_ends_no_start(free_port, tmp_path, monkeypatch):
+    monkeypatch.setattr(job_token, "_LIMIT_S", 0.2)
+    results: list = []
+    zero = threading.Thread(
+        target=lambda: results.extend(meet_all(world_of(free_port, 0, 2), shared_folder=tmp_path / "here"))
+    )
+    zero.start()
+    reach(free_port).close()
+    (error,) = meet_all(world_of(free_port, 1, 2), shared_folder=tmp_path / "there")
+    assert isinstance(error, UsageError) and "the same --checkpoint-base-dir" in str(error)
+    (error,) = meet_all(world_of(free_port, 1, 2))  # without any: a stranger
+    assert "is another job" in str(error)
+    assert meet_all(world_of(free_port, 1, 2), shared_folder=tmp_path / "here") == [None]
+    zero.join()
+    assert results == [None]
+
+
+@pytest.mark.parametrize("folder", [None, "a file"])
+def test_a_start_without_a_secret_says_so_once(folder, free_port, tmp_path, caplog):
+    (tmp_path / "a file").touch()
+    folder = folder and tmp_path / folder
+    assert meet_all(world_of(free_port, 0, 2), world_of(free_port, 1, 2), shared_folder=folder) == [None, None]
+    (told,) = [record.message for record in caplog.records if "share no secret" in record.message]
+    assert f"whoever reaches port {free_port + 1} can end this start" in told

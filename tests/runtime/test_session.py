@@ -10,7 +10,7 @@ import time
 import jax
 import pytest
 
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.session import share_of_gpus, software
 from openpi_train.runtime.world import World
 
@@ -272,6 +272,15 @@ def test_gpus_are_shared_out_in_order(local_index, local_count, visible, expecte
 def test_gpus_that_cannot_be_shared_out_are_refused(local_index, local_count, visible):
     with pytest.raises(UsageError, match="cannot have an equal share"):
         share_of_gpus(world(local_index, local_count), {"CUDA_VISIBLE_DEVICES": visible})
+
+
+@pytest.mark.parametrize("restart", ["OPENPI_TRAIN_RESTART", "SLURM_RESTART_COUNT"])
+def test_at_a_restart_a_gpu_that_is_missing_is_failed_hardware(restart):
+    seven = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
+    with pytest.raises(HardwareError, match="cannot have an equal share of its 7 GPUs"):
+        share_of_gpus(world(0, 8), {**seven, restart: "1"})
+    with pytest.raises(UsageError):
+        share_of_gpus(world(0, 8), {**seven, restart: "0"})
 
 
 def test_the_software_facts_name_code_and_versions():

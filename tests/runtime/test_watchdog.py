@@ -12,10 +12,11 @@ import pytest
 from openpi_train.runtime import phases, watchdog
 from openpi_train.runtime.peer import Ending, Peer, PeerStatus
 from openpi_train.runtime.phases import phase, step_done
+from openpi_train.runtime.waiting import Timeouts
 
 TRAINING = PeerStatus(phase="training", step=12, idle_s=1.0, limit_s=45.0)
 STUCK = dataclasses.replace(TRAINING, idle_s=46.0)
-SAVING = dataclasses.replace(STUCK, phase="saving", limit_s=None)
+SAVING = dataclasses.replace(STUCK, phase="saving", limit_s=1800.0)
 
 
 @pytest.fixture
@@ -91,25 +92,53 @@ def test_the_verdict_of_process_0_is_taken_as_it_is(peer):
 
 
 def test_the_process_with_the_fewest_steps_is_the_stuck_one(peer):
-    peer.status = dataclasses.replace(STUCK, step=11)
-    reason = "process 1 on b is stuck (training, step 11): no further step for 46 s (--timeouts.stuck-s)"
-    reason += ". Start again with --resume"
+    peer.status = dataclasses.replace(STUCK, step=11, where="in read (files.py:7)")
+    reason = "process 1 on b is stuck (training, step 11, in read (files.py:7)): no progress for 46s, limit 45s"
+    reason += " (--timeouts). Start again with --resume"
     assert judged(STUCK, peer) == Ending(70, reason)
     assert judged(STUCK, peer, is_process_0=False) is None, "process 0 decides"
+
+
+def test_of_two_at_one_step_the_stuck_one_has_passed_fewer_points(peer):
+    peer.status = dataclasses.replace(STUCK, points=7, idle_s=60.0)
+    assert judged(dataclasses.replace(STUCK, points=6), peer).reason.startswith("process 0 on a is stuck")
+    peer.status = dataclasses.replace(STUCK, points=6, idle_s=60.0)
+    assert judged(dataclasses.replace(STUCK, points=6), peer).reason.startswith("process 1 on b is stuck")
+
+
+def test_of_processes_that_have_come_equally_far_none_is_blamed_alone(peer):
+    peer.status = STUCK
+    reason = judged(STUCK, peer).reason
+    assert reason.startswith("each of 2 processes waits for something that none of them shows, and process 0 on a is")
 
 
 def test_a_silent_process_is_the_stuck_one_though_others_have_fewer_steps(peer):
     peer.status, peer.unheard_beats = dataclasses.replace(TRAINING, step=13), 20
     assert judged(STUCK, peer).reason == (
-        "process 1 on b is stuck (training, step 13): no further step for 41 s (--timeouts.stuck-s); "
+        "process 1 on b is stuck (training, step 13): no progress for 41s, limit 45s (--timeouts); "
         "nothing was heard of it for 40 s. Start again with --resume"
     )
 
 
-def test_a_step_that_waits_for_another_process_in_an_endless_phase_is_not_stuck(peer):
-    peer.status = SAVING
+def test_a_step_that_waits_for_a_process_in_a_longer_phase_is_not_stuck_until_that_one_is(peer):
+    waiting = dataclasses.replace(STUCK, points=3, idle_s=1700.0)
+    peer.status = dataclasses.replace(SAVING, idle_s=1700.0)
+    assert judged(waiting, peer) is None
+    peer.status = dataclasses.replace(SAVING, idle_s=1801.0)
+    assert judged(waiting, peer).reason.startswith("process 1 on b is stuck (saving, step 12): no progress for 30m01s")
+
+
+def test_process_0_knows_how_long_a_phase_took_in_earlier_starts(peer):
+    phases.expect({"saving": 300.0})
+    peer.status = dataclasses.replace(SAVING, idle_s=2900.0)
     assert judged(STUCK, peer) is None
-    assert judged(SAVING, peer) is None
+    peer.status = dataclasses.replace(SAVING, idle_s=3001.0)
+    assert "limit 50m00s" in judged(dataclasses.replace(STUCK, points=1), peer).reason
+
+
+def test_a_tool_that_gives_no_limits_is_never_stuck(peer):
+    peer.status = dataclasses.replace(STUCK, limit_s=None)
+    assert judged(dataclasses.replace(STUCK, limit_s=None), peer) is None
 
 
 def test_a_process_alone_can_be_stuck():
@@ -149,42 +178,78 @@ def test_whoever_says_what_is_no_message_is_taken_for_gone(line, caplog):
 
 
 @pytest.fixture
-def no_steps(monkeypatch):
-    monkeypatch.setattr(phases, "_current", phases.Phase(name="starting"))
-    phases._step_durations_s.clear()
-    yield
-    phases._step_durations_s.clear()
-
-
-@pytest.mark.usefixtures("no_steps")
-def test_a_step_is_limited_once_the_first_ones_have_run_and_other_phases_are_not():
-    with phase("training", limited=True):
-        for step in (5, 6):
-            step_done(step)
-            assert phases.limit_s(45.0) is None
-        step_done(7)
-        assert phases.limit_s(45.0) == 45.0
-        with phase("saving"):
-            assert phases.limit_s(45.0) is None
-            assert (phases.current().name, phases.current().step) == ("saving", 7)
-        assert phases.limit_s(45.0) == 45.0
-    assert (phases.current().name, phases.current().step) == ("starting", 7)
-    assert phases.limit_s(45.0) is None
-
-
-@pytest.mark.usefixtures("no_steps")
-def test_slow_steps_have_ten_times_their_usual_duration(monkeypatch):
+def clock(monkeypatch):
+    """The time of the phases, which stands until a test sets it."""
     now = [0.0]
     monkeypatch.setattr(phases, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    with phase("training", limited=True):
-        for step in range(1, 8):
-            now[0] += 12.0 if step > 1 else 300.0  # the first one compiles
+    monkeypatch.setattr(phases, "_counted_until", 0.0)
+    monkeypatch.setattr(phases, "_current", phases.Phase(name="starting", began=0.0, since=0.0))
+    return now
+
+
+def test_every_phase_has_a_limit_and_a_step_its_own_once_the_first_ones_have_run(clock):
+    assert phases.limit_s() is None, "nobody has set one"
+    phases.limit_by(Timeouts(), shows=False)
+    assert phases.limit_s() == 1800.0
+    with phase("training", of_steps=True):
+        for step in (5, 6):
             step_done(step)
-    with phase("training", limited=True):
-        assert phases.limit_s(45.0) == 120.0
+            assert phases.limit_s() == 1800.0
+        step_done(7)
+        assert phases.limit_s() == 360.0
+        with phase("saving"):
+            assert phases.limit_s() == 1800.0
+            assert (phases.current().name, phases.current().step) == ("saving", 7)
+        assert phases.limit_s() == 360.0
+    assert (phases.current().name, phases.current().step) == ("starting", 7)
+    with phase("opening the data", least_s=6 * 3600.0):
+        assert phases.limit_s() == 6 * 3600.0
 
 
-@pytest.mark.usefixtures("no_steps")
+def test_slow_steps_have_ten_times_their_usual_duration_more(clock):
+    phases.limit_by(Timeouts(), shows=False)
+    with phase("training", of_steps=True):
+        for step in range(1, 8):
+            clock[0] += 12.0 if step > 1 else 300.0  # the first one compiles
+            step_done(step)
+            phases.progress()  # on the way to the next, which is no step
+    with phase("training", of_steps=True):
+        assert phases.limit_s() == 360.0 + 120.0
+    assert phases.longest_s() == {"starting": 0.0, "the first steps of training": 300.0}
+
+
+def test_a_phase_has_ten_times_the_longest_that_it_was_without_progress(clock):
+    phases.limit_by(Timeouts(), shows=False)
+    with phase("evaluating"):
+        for took in (100.0, 250.0, 10.0):
+            with phases.point():
+                clock[0] += took
+        assert phases.limit_s() == 2500.0
+    with phase("evaluating"):
+        assert phases.limit_s() == 2500.0
+        clock[0] += 60.0
+        phases.progress()
+    assert phases.longest_s()["evaluating"] == 250.0
+    assert phases.seconds() == {"starting": 0.0, "evaluating": 420.0}
+
+
+def test_the_limit_is_shown_where_a_phase_begins_and_again_only_where_it_has_changed(clock, caplog):
+    caplog.set_level("INFO", "openpi_train")
+    phases.limit_by(Timeouts(phase_s=60.0), shows=True)
+    for took in (1.0, 2.0, 9.0, 1.0):
+        with phase("saving"):
+            clock[0] += took
+    with phase("training", of_steps=True):
+        for step in range(6):
+            step_done(step)
+    assert [record.message for record in caplog.records] == [
+        "saving (limit 1m00s)",
+        "saving (limit 1m30s)",
+        "training (limit 1m00s for each of the first 3 steps)",
+        "training (limit 6m00s a step)",
+    ]
+
+
 def test_what_lies_in_an_abandonable_phase_is_abandonable_and_an_error_keeps_its_phase():
     with pytest.raises(ValueError), phase("preparing", abandonable=True), phase("opening the data"):
         assert phases.current().abandonable

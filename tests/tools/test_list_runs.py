@@ -55,7 +55,9 @@ def lines_of(last, loss=0.5, speed=80.0, **more):
 def base(tmp_path_factory):
     """A folder with a run in each state, and other folders."""
     base = tmp_path_factory.mktemp("runs")
-    write_run(base, "ended", lines_of(40), results={"step": 40}, checkpoints=(20, 40), minutes_ago=90)
+    ended = write_run(base, "ended", lines_of(40), results={"step": 40}, checkpoints=(20, 40), minutes_ago=90)
+    spent = {"at": 4.0, "step": 40, "seconds": {"training": 3.0, "lost": 1.0}, "longest_s": {}}
+    (ended / "time.jsonl").write_text(json.dumps(spent) + "\n")
     write_run(base, "stopped", lines_of(12), results={"step": 12, "stop_request": {"until_saved_s": 1}}, batch_size=16)
     write_run(base, "killed", lines_of(14, loss="NaN"), results={"step": 12, "stop_request": {"until_saved_s": 1}})
     write_run(base, "begun", [])
@@ -75,14 +77,14 @@ def said(capsys, *words) -> str:
 
 def test_the_table_has_every_run_with_its_state_the_latest_last(base, capsys):
     header, *rows = [re.split(r"  +", line.strip()) for line in said(capsys, base).splitlines()]
-    assert header == ["run", "state", "step", "loss", "best", "samples/s", "success", "written"]
+    assert header == ["run", "state", "step", "loss", "best", "samples/s", "goodput", "success", "written"]
     table = {row[0]: row[1:] for row in rows}
     assert rows[0][0] == "debug/ended" and set(table) == {f"debug/{name}" for name in STATES}
     assert {name: table[f"debug/{name}"][0] for name in STATES} == STATES
-    assert table["debug/ended"] == ["ended", "40/40", "0.5000", "0.2500 at 38", "80.0", "-", "1h30m ago"]
-    assert table["debug/going"][1:-1] == ["8/40", "0.5000", "0.2500 at 6", "80.0", "75%"]
+    assert table["debug/ended"] == ["ended", "40/40", "0.5000", "0.2500 at 38", "80.0", "75%", "-", "1h30m ago"]
+    assert table["debug/going"][1:-1] == ["8/40", "0.5000", "0.2500 at 6", "80.0", "-", "75%"]
     assert table["debug/killed"][2] == "nan"
-    assert table["debug/begun"][1:-1] == ["0/40", "-", "-", "-", "-"]
+    assert table["debug/begun"][1:-1] == ["0/40", "-", "-", "-", "-", "-"]
 
 
 STATES = {
@@ -107,6 +109,7 @@ def test_as_json_the_numbers_are_numbers(base, capsys):
         "loss": 0.5,
         "best": {"step": 38, "value": 0.25},
         "samples_per_s": 80.0,
+        "goodput": 0.75,
         "success": None,
         "reward": None,
         "checkpoints": [20, 40],

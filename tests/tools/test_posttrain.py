@@ -13,7 +13,7 @@ import text_models
 from flax import nnx
 from posttraining_project import write_project
 
-from openpi_train import cli
+from openpi_train import cli, train_verbs
 from openpi_train.data.files import write_json
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.elastic import adapt
@@ -56,7 +56,7 @@ def project(written, monkeypatch):
 def started(project, monkeypatch):
     """Runs that would have been started."""
     runs = []
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: runs.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: runs.append(experiment) or 0)
     return runs
 
 

@@ -10,7 +10,7 @@ from openpi_train_configs.debug import debug
 from posttraining_project import write_project
 from vla_project import write_vla_project
 
-from openpi_train import cli, registry
+from openpi_train import cli, registry, train_verbs
 from openpi_train.fields import as_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.requests import ResumeRequest
@@ -47,7 +47,7 @@ def asked(monkeypatch):
     """The experiment that a command line would train, without starting it."""
     monkeypatch.chdir(Path.cwd())  # a run goes on in another folder: back here at the end
     found = []
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: found.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: found.append(experiment) or 0)
 
     def ask(*words):
         assert cli.run([*map(str, words)]) == 0
@@ -163,6 +163,15 @@ def test_what_is_no_run_is_told(words, tmp_path):
     run.rename(tmp_path / "x")
     with pytest.raises(UsageError, match=r"is a run of debug, and lies in a folder"):
         experiment_of(ResumeRequest(run=tmp_path / "x"))
+
+
+@pytest.mark.parametrize("content", ["{}", "[1, 2]", "3"])
+def test_a_record_that_is_none_is_told(words, tmp_path, capsys, content):
+    run = recorded(tmp_path, dataclasses.replace(debug, name="debug", exp_name="x"))
+    (run / "experiment.json").write_text(content)
+    for line in (["resume", str(run)], ["debug", *words, "--resume"]):
+        assert cli.run(line) != 0
+        assert "is no record of an experiment" in capsys.readouterr().err
 
 
 def test_fields_that_are_gone_are_told_and_left_out(asked, words, tmp_path, caplog):

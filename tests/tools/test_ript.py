@@ -7,7 +7,7 @@ import pytest
 from openpi_train_configs import fast, tabletop_practice, tabletop_runs
 from practice.reaching import REACHING, TABLETOP, reaching
 
-from openpi_train import cli
+from openpi_train import cli, train_verbs
 from openpi_train.data.files import write_json
 from openpi_train.elastic import adapt
 from openpi_train.envs.tabletop_env import TabletopEnv
@@ -43,7 +43,7 @@ def started(tmp_path, monkeypatch):
     (tmp_path / "ours.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     runs = []
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: runs.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: runs.append(experiment) or 0)
     return runs
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from vla_project import CONFIG, write_episodes, write_vla_project
 
-from openpi_train import cli
+from openpi_train import cli, train_verbs
 from openpi_train.data.parquet import Parquet
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
@@ -23,7 +23,7 @@ def started(tmp_path, monkeypatch):
     monkeypatch.chdir(write_vla_project(tmp_path))
     monkeypatch.delenv("WANDB_ENTITY", raising=False)
     runs = []
-    monkeypatch.setattr(cli, "_run", lambda experiment, process: runs.append(experiment) or 0)
+    monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: runs.append(experiment) or 0)
     return runs
 
 
@@ -121,3 +121,35 @@ def test_a_config_for_another_robot_is_refused(started, old, new, message, capsy
 def test_what_cannot_be_is_an_error(started, words, message, capsys):
     assert cli.run(["vla", *words]) == USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("  seed: 123", "  seed: many", 'training.seed is "many"; it must be a number'),
+        ("  epochs: 10", "  epochs: 0", "training.epochs is 0; it must be a whole number of at least 1"),
+        ("  epochs: 10", "  epoch: 10", "unknown key training.epoch; did you mean training.epochs?"),
+        ("  epochs: 10", "  epochs: 20", "lr_scheduler.T_max is 10 and training.epochs is 20"),
+        ("  batch_size: 8", "  batch_size: many", 'data.batch_size is "many"'),
+        ("dataset/training/", "dataset/none/", "data.train_parquet_files: "),
+        ("dataset/validation/", "dataset/none/", "data.val_parquet_files: "),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_key_where_it_stands(started, capsys, old, new, told):
+    assert cli.run(["vla", "--config", config_with(old, new)]) != 0
+    assert f"error: {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"seed: \xff\xfe\n", "changed.yaml is not UTF-8 (invalid start byte at byte 6): save it as UTF-8"),
+        (b"training:\n\tseed: 1\n", "YAML is indented by spaces, not tabs"),
+        (b"", "changed.yaml is no YAML config: it must hold keys with values"),
+        (b'{\n  // seed\n  "seed": 1}\n', "changed.yaml is no YAML config"),
+    ],
+)
+def test_a_file_that_is_no_config_is_told_with_what_to_mend(started, capsys, content, told):
+    Path("changed.yaml").write_bytes(content)
+    assert cli.run(["vla", "--config", "changed.yaml"]) == USAGE
+    assert told in capsys.readouterr().err

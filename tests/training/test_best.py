@@ -17,6 +17,7 @@ from openpi_train.sharding.strategy import Plan
 from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.checkpoints.step_dirs import StepDirs
+from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.metrics import JsonLines, read_evaluations
 from openpi_train.training.results import write_results
 from openpi_train.training.run import Run
@@ -63,6 +64,7 @@ def run_of(directory, caplog, *, save_interval, interval, steps=8, save_best=Fal
     run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None)
     run.feed = types.SimpleNamespace(position=dict, can_be_saved=True)
     run.recorder = types.SimpleNamespace(unread=dict)
+    run.crash_loop, run.failed_saves = CrashLoop(), 0
     caplog.set_level(logging.INFO, logger="openpi_train.training.run")
     return run
 

@@ -58,6 +58,10 @@ class NotingRun:
     def finish(self):
         self.events.append("finish")
 
+    def save(self, step, state, *, is_last=False):
+        self.events.append(("save", step))
+        return True
+
     def __getattr__(self, name):
         def noted(step, *_):
             self.events.append((name, step))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.training import metrics
 from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
 
 
@@ -84,6 +85,28 @@ def test_resume_after_a_kill_removes_the_torn_last_line(tmp_path):
     write(tmp_path, [20], resume_step=15)
     assert [line["step"] for line in lines(tmp_path)] == [10, 20]
     assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"step": 2\n'
+
+
+def test_a_resume_reads_only_the_end_of_a_long_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(20_000)))
+    seen = []
+    real = metrics.lines_from_the_end
+    monkeypatch.setattr(metrics, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
+    Metrics(tmp_path, process_index=0, resume_step=19_990).close()
+    assert len(seen) == 10
+    assert path.read_text().splitlines()[-1] == '{"step": 19990, "loss": 1.0}'
+    cut = [json.loads(line)["step"] for line in (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()]
+    assert cut == list(range(19_991, 20_000))
+
+
+def test_a_last_line_without_its_end_is_kept_and_ended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    written = Metrics(tmp_path, process_index=0, resume_step=2)
+    written.log(3, {"loss": 1.0})
+    written.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 1.0}\n'
 
 
 def test_resume_with_nothing_to_cut_leaves_the_file_alone(tmp_path):
@@ -195,3 +218,16 @@ def test_lines_that_never_found_room_are_shown_with_the_code_of_a_full_disk(smal
     written = (small_disk / "metrics.jsonl").read_text()
     rest = str(said.value).partition("\n")[2]
     assert [json.loads(line)["step"] for line in (written + rest).splitlines()] == list(range(500))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o644, True)])
+def test_a_key_of_wandb_is_found_whoever_can_read_it_and_that_is_told(mode, warned, tmp_path, monkeypatch, caplog):
+    """Python's `netrc` refuses ~/.netrc where others can read it, and wandb does not: the run was offline, unsaid."""
+    file = tmp_path / ".netrc"
+    file.write_text("machine api.wandb.ai login user password 0123\n")
+    file.chmod(mode)
+    for name in ("NETRC", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert metrics._has_wandb_key()
+    assert (f"wandb's key {file} can be read by others" in caplog.text) is warned

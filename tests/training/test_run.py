@@ -11,6 +11,7 @@ from openpi_train.launch import status
 from openpi_train.launch.status import Status
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.run import Run
+from openpi_train.training.slow_hosts import SlowHosts
 
 # Without the run-time type check: they are given no real run.
 log, save, save_locally = map(inspect.unwrap, (Run.log, Run.save, Run.save_locally))
@@ -20,10 +21,12 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
     file = tmp_path / "status.json"
     monkeypatch.setenv(status.VARIABLE, str(file))
     saving = types.SimpleNamespace(save=lambda state, **_: 0.5, save_locally=lambda state, **_: 0.5)
+    saving.finish_former = lambda: False
     local = types.SimpleNamespace(local_checkpoints=types.SimpleNamespace(dir="/local"))
     data = types.SimpleNamespace(norm_stats_json=dict, token_files={})
     run = types.SimpleNamespace(checkpoints=saving, data=data, _saved_with=dict, directory="/runs/x", experiment=local)
-    run.metrics = types.SimpleNamespace(log=lambda step, values: None)
+    run.metrics, run._account = types.SimpleNamespace(log=lambda step, values: None), lambda step: None
+    run._is_careful, run.feed = lambda: False, types.SimpleNamespace()
     save(run, 30, None)
     assert status.read(file) == Status(saved_step=30)
     save_locally(run, 33, None)
@@ -33,6 +36,7 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
 def test_a_warning_of_the_objective_is_logged_once(caplog):
     objective = types.SimpleNamespace(warnings=lambda metrics: ["it falls"] if metrics["x"] > 1 else [])
     run = types.SimpleNamespace(trainer=types.SimpleNamespace(objective=objective), warned=set())
+    run.goodput, run.slow_hosts = None, SlowHosts()
     run.feed = types.SimpleNamespace(proportions=dict, metrics=dict, tune=lambda **_: None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None)
     run.progress = types.SimpleNamespace(report=lambda values: None)

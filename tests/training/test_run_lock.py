@@ -16,7 +16,7 @@ from openpi_train_configs.debug import debug
 from openpi_train.fields import as_json
 from openpi_train.runtime import locks, waiting
 from openpi_train.runtime.exits import USAGE, UsageError
-from openpi_train.training import run_lock
+from openpi_train.training import fencing, run_lock
 from openpi_train.training.rundir import open_run
 
 HOLD = """
@@ -63,11 +63,23 @@ def test_a_run_that_another_process_has_is_waited_for_then_refused_and_left_as_i
     assert sorted(path.name for path in place.iterdir()) == before
 
 
+def test_a_restart_takes_the_run_from_an_earlier_start_that_cannot_be_ended(other, tmp_path, monkeypatch, caplog):
+    place = tmp_path / "debug" / "x"
+    (place / "experiment.json").write_text(json.dumps(as_json(request(tmp_path))))
+    before = (place / fencing.NAME).read_text()
+    monkeypatch.setattr(run_lock, "LIMIT_S", 0.5)
+    monkeypatch.setenv("OPENPI_TRAIN_RESTART", "1")
+    assert open_run(request(tmp_path, resume=True)).resumed
+    assert f"an earlier start of this run has not ended (process {other.pid} on" in caplog.text
+    after = (place / fencing.NAME).read_text()
+    assert before.startswith("generation 1,") and after.startswith(f"generation 2, process {os.getpid()} on")
+
+
 def test_two_starts_of_a_new_run_are_kept_apart_too(other, tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "LIMIT_S", 0.0)
     with pytest.raises(UsageError, match="in use"):
         open_run(request(tmp_path))
-    assert [path.name for path in (tmp_path / "debug" / "x").iterdir()] == [run_lock.NAME]
+    assert {path.name for path in (tmp_path / "debug" / "x").iterdir()} == {run_lock.NAME, fencing.NAME}
 
 
 def test_a_killed_process_leaves_no_lock_behind(other, tmp_path, monkeypatch):

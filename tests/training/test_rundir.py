@@ -11,6 +11,7 @@ import jax
 import pytest
 from openpi_train_configs.debug import debug
 
+from openpi_train.data import hub
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD
@@ -71,9 +72,26 @@ def test_overwrite_of_nothing_just_starts(tmp_path):
 
 def test_resume_of_nothing_says_so_and_starts(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
+        check_run(given(tmp_path, resume=True))
         run = start(tmp_path, resume=True)
     assert not run.resumed
-    assert "there is no run in" in caplog.text
+    assert f"there is no run in {tmp_path}/debug/first, so one begins there" in caplog.text
+    assert "resume RUN" in caplog.text and not [one for one in caplog.records if one.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize("typed_in", ["project/scripts/deep", "."])
+def test_resume_in_another_folder_names_the_run_that_was_meant(tmp_path, monkeypatch, caplog, typed_in):
+    (tmp_path / "project" / "scripts" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    start("./checkpoints")
+    check_run(given("./checkpoints", resume=True))
+    assert "no run" not in caplog.text
+    monkeypatch.chdir(tmp_path / typed_in)
+    with caplog.at_level(logging.WARNING):
+        check_run(given("./checkpoints", resume=True))
+    meant = tmp_path / "project" / "checkpoints" / "debug" / "first"
+    assert f"there is no run in {tmp_path / typed_in}/checkpoints/debug/first" in caplog.text
+    assert f"python -m openpi_train resume {meant}" in caplog.text
 
 
 def test_resume_keeps_the_record_of_every_start(tmp_path):
@@ -82,6 +100,20 @@ def test_resume_keeps_the_record_of_every_start(tmp_path):
     assert run.resumed
     starts = json.loads((run.path / "environment.json").read_text())["starts"]
     assert [entry["changed"] for entry in starts] == [{}, {"resume": [False, True]}]
+
+
+def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(tmp_path, monkeypatch):
+    first, second = {"model me/a": "1" * 40}, {"model me/a": "2" * 40, "dataset me/b": "3" * 40}
+    for resume, found in ((False, first), (True, second)):
+        monkeypatch.setattr(hub, "_commits", dict(found))
+        start(tmp_path, resume=resume)
+    monkeypatch.setattr(hub, "_commits", {})
+    rundir.use_first_commits(given(tmp_path))
+    assert hub.commits() == {}
+    rundir.use_first_commits(given(tmp_path, name="another", resume=True))
+    assert hub.commits() == {}
+    rundir.use_first_commits(given(tmp_path, resume=True))
+    assert hub.commits() == second | first
 
 
 def test_resume_that_fails_later_leaves_the_record_as_it_was(tmp_path):
@@ -172,8 +204,9 @@ def test_changed_fields_are_dotted_paths_also_for_fields_that_one_side_lacks():
 
 def test_base_directory_that_cannot_be_made_is_a_usage_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="Not a directory"):
-        start(tmp_path / "file")
+    for begin in (start, lambda base: check_run(given(base))):  # also before anything is planned, as with --dry-run
+        with pytest.raises(UsageError, match=rf"{tmp_path}/file is a file, and the run's folder would be"):
+            begin(tmp_path / "file")
 
 
 def two_processes(base, **flags):

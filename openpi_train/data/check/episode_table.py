@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data import files
-from openpi_train.data.check import motion_measures
+from openpi_train.data.check import following_measures, motion_measures
 from openpi_train.data.check.near_copies import RowDigests
 from openpi_train.data.progress import Progress
 from openpi_train.data.source import Source
@@ -26,7 +26,7 @@ from openpi_train.robots.robot import Robot
 logger = logging.getLogger(__name__)
 
 # Increase it when a measure changes: parts of an interrupted pass are then made again.
-_VERSION = 3
+_VERSION = 4
 _BLOCK_STEPS = 1 << 15
 # Columns, by the last part of their names, that say how an episode ended.
 _FLAGS = ("success", "is_success", "done", "is_last")
@@ -64,6 +64,8 @@ class EpisodeTable:
     columns: `commanded/<state>/<action>` [e, d] and `commanded_at/...` int64 [e, d], the action's largest range in a
     stretch in which the state is still, and its first step.
     `gripper_out`, `gripper_at` int [e, g], `gripper_low`, `gripper_high` [e, g]: of the robot's gripper dims.
+    `follow/<form>/<state>/<action>` [e, lags] and `follow_sign/...` [e, d]: `following_measures.py: of_arms`.
+    `grip` [e, p, 2] and `grip_range` [e, p, 2], of the state and the action: of each of `gripper_pairs`.
     """
 
     digests: RowDigests
@@ -141,6 +143,26 @@ def gripper_dims(robot: Robot | None) -> list[tuple[str, tuple[float, float]]]:
     ]
 
 
+def gripper_pairs(numbers: Sequence[NumberColumn], robot: Robot | None) -> list[tuple[str, str]]:
+    """The names of a state dim and of an action dim of each gripper: of the robot, or else of the columns' own names.
+
+    Dims with equal names belong together, else equally many in their order, or all with the only action.
+    """
+    if robot is not None:
+        states, actions = list(robot.state_names), list(robot.action_names)
+    else:
+        states, actions = (
+            [dim for column in numbers if column.role == role for dim in column.dims] for role in ("state", "action")
+        )
+    states, actions = ([name for name in names if is_gripper([name])[0]] for names in (states, actions))
+    of_action = {name.rpartition(": ")[2]: name for name in actions}
+    if len(of_action) == len(states) and all(name.rpartition(": ")[2] in of_action for name in states):
+        return [(name, of_action[name.rpartition(": ")[2]]) for name in states]
+    if len(actions) == 1:
+        return [(name, actions[0]) for name in states]
+    return list(zip(states, actions, strict=True)) if len(states) == len(actions) else []
+
+
 def pairs(numbers: Sequence[NumberColumn]) -> Iterator[tuple[NumberColumn, NumberColumn]]:
     """Columns of states and of actions whose dims belong together, one by one: they have equally many."""
     for state in numbers:
@@ -211,7 +233,7 @@ class _Block:
         times = self.source.times(self.start, self.stop)
         if times is not None:
             found |= self._gaps(np.asarray(times, np.float64))
-        return found | self._grippers()
+        return found | self._followed(values) | self._grippers(values)
 
     def _extremes(self, block: np.ndarray, finite: np.ndarray) -> dict[str, Any]:
         """Of one column: extremes, and steps at them that are not in the first or last stretch of equal values."""
@@ -306,25 +328,53 @@ class _Block:
                 found[at][episode] = self.start + start + 1 + int(np.argmax(which)) if which.any() else -1
         return found
 
-    def _grippers(self) -> Measures:
-        dims = gripper_dims(self.robot)
-        if self.robot is None or not dims:
+    def _followed(self, values: Mapping[str, np.ndarray]) -> Measures:
+        """How states follow their actions, at several lags."""
+        found: Measures = {}
+        for state, action in pairs(self.numbers):
+            arm = ~(is_gripper(state.dims) | is_gripper(action.dims))
+            rows = values[state.name], values[action.name]
+            for form, (profile, signs) in following_measures.of_arms(*rows, self.starts, self.ends, arm).items():
+                name = f"{form}/{state.name}/{action.name}"
+                found |= {f"follow/{name}": profile, f"follow_sign/{name}": signs}
+        return found
+
+    def _grippers(self, values: Mapping[str, np.ndarray]) -> Measures:
+        dims, together = gripper_dims(self.robot), gripper_pairs(self.numbers, self.robot)
+        if not dims and not together:
             return {}
-        columns = {name: np.asarray(column[self.start : self.stop]) for name, column in self.source.columns.items()}
-        steps = self.robot.read(columns, self.ends)
-        names = [f"state: {name}" for name in self.robot.state_names]
-        names += [f"action: {name}" for name in self.robot.action_names]
-        both = np.concatenate([steps.state, steps.actions], axis=1)
-        block = both[:, [names.index(name) for name, _ in dims]]
-        low, high = (np.array([bounds[end] for _, bounds in dims]) for end in (0, 1))
-        slack = _SLACK * (high - low)
-        out = (block < low - slack) | (block > high + slack)
-        return {
-            "gripper_out": self._count(out),
-            "gripper_at": np.stack([self._first(out[:, dim]) for dim in range(len(dims))], axis=1),
-            "gripper_low": np.fmin.reduceat(block, self.starts, axis=0),
-            "gripper_high": np.fmax.reduceat(block, self.starts, axis=0),
+        if self.robot is None:
+            blocks_of = [(column.role, column.dims, values[column.name]) for column in self.numbers]
+        else:
+            columns = {name: np.asarray(column[self.start : self.stop]) for name, column in self.source.columns.items()}
+            steps = self.robot.read(columns, self.ends)
+            blocks_of = [
+                ("state", self.robot.state_names, steps.state),
+                ("action", self.robot.action_names, steps.actions),
+            ]
+        read = {
+            f"{role}: {dim}": block[:, number] for role, names, block in blocks_of for number, dim in enumerate(names)
         }
+        found: Measures = {}
+        if together:
+            states = np.stack([read[f"state: {state}"] for state, _ in together], axis=1)
+            actions = np.stack([read[f"action: {action}"] for _, action in together], axis=1)
+            found["grip"] = following_measures.of_grippers(states, actions, self.starts, self.ends)
+            both = np.stack([states, actions], axis=2)
+            high, low = (reduce.reduceat(both, self.starts, axis=0) for reduce in (np.fmax, np.fmin))
+            found["grip_range"] = (high - low).astype(np.float32)
+        if dims:
+            block = np.stack([read[name] for name, _ in dims], axis=1)
+            low, high = (np.array([bounds[end] for _, bounds in dims]) for end in (0, 1))
+            slack = _SLACK * (high - low)
+            out = (block < low - slack) | (block > high + slack)
+            found |= {
+                "gripper_out": self._count(out),
+                "gripper_at": np.stack([self._first(out[:, dim]) for dim in range(len(dims))], axis=1),
+                "gripper_low": np.fmin.reduceat(block, self.starts, axis=0),
+                "gripper_high": np.fmax.reduceat(block, self.starts, axis=0),
+            }
+        return found
 
     def _count(self, which: np.ndarray) -> np.ndarray:
         """How many steps of each episode, int32 [e, ...]."""

@@ -2,8 +2,8 @@
 
 To add one, write a function from `ExaminedData` to findings, put it into `KINDS`, and describe it in
 `docs/data_check.md`.
-Faults that are found while a dataset is read are told by its reader. Read next: `number_kinds.py`, `episode_kinds.py`,
-`picture_kinds.py`, `text_kinds.py` (those of texts).
+Faults that are found while a dataset is read are told by its reader. Read next: `number_kinds.py`,
+`following_kinds.py`, `episode_kinds.py`, `picture_kinds.py`, `text_kinds.py` (those of texts).
 """
 
 import dataclasses
@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from openpi_train.data.check import comparison_kinds, episode_kinds, number_kinds, picture_kinds, prompt_kinds
+from openpi_train.data.check import (
+    comparison_kinds,
+    episode_kinds,
+    following_kinds,
+    number_kinds,
+    picture_kinds,
+    prompt_kinds,
+)
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.findings import Finding
 from openpi_train.data.source import Source
@@ -55,6 +62,10 @@ KINDS = (
     FaultKind(comparison_kinds.zero_actions, ("zero actions in some episodes",)),
     FaultKind(comparison_kinds.units_mixed, ("units mixed",)),
     FaultKind(number_kinds.gripper_range, ("gripper outside its range", "gripper uses little of its range")),
+    FaultKind(following_kinds.gripper_inverted, ("gripper inverted in some episodes",)),
+    FaultKind(following_kinds.gripper_scales, ("gripper of several scales",)),
+    FaultKind(following_kinds.inverted, ("action inverted",)),
+    FaultKind(following_kinds.late, ("actions late",)),
     FaultKind(episode_kinds.copies, ("copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.nearly_copies, ("near-copies of episodes",), at_opening=True),
     FaultKind(episode_kinds.held_out_too, ("held-out episodes in training",)),
@@ -69,6 +80,7 @@ KINDS = (
     FaultKind(picture_kinds.black, ("black pictures",)),
     FaultKind(picture_kinds.frozen, ("frozen pictures",)),
     FaultKind(picture_kinds.cameras_alike, ("cameras alike",)),
+    FaultKind(picture_kinds.exchanged, ("cameras exchanged",)),
 )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper, pairs
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, ExaminedData
 from openpi_train.data.findings import Finding
+from openpi_train.data.normalize import SPIKE_DISTANCE
 
 # A dim is clipped if this share of its values, and at least so many, lies at an end of its range.
 _CLIPPED_SHARE, _CLIPPED_STEPS = 0.01, 20
@@ -16,10 +17,12 @@ _CLIPPED_SHARE, _CLIPPED_STEPS = 0.01, 20
 _SAMPLE, _MIDDLE_SHARE, _FEW_VALUES = 20_000, 0.3, 20
 # A state that is commanded over more than this share of its command's range, and does not move, is stuck.
 _COMMANDED = 0.1
+# If that is so in more than half of the episodes, they count where this share is commanded, and others are sound.
+_WIDE, _MOST_EPISODES = 0.3, 0.9
 # Which share of the steps has to agree where actions are states.
 _AGREE = 0.99
-# A spike lies so many times the width of q01..q99 outside of it, and at most this share of the steps, or two, does.
-_FAR, _FEW_STEPS = 49.0, 5e-4
+# At most this share of the steps, or two, are spikes.
+_FEW_STEPS = 5e-4
 # A gripper that uses less than this share of its range is told.
 _LEAST_USE = 0.1
 
@@ -93,8 +96,9 @@ def stuck(data: ExaminedData) -> Iterator[Finding]:
         long = (lengths >= FEWEST_EPISODE_STEPS)[:, None]
         ranges, at = (table[f"{what}/{state.name}/{action.name}"] for what in ("commanded", "commanded_at"))
         stretch = (ranges > _COMMANDED * spread) & (spread > 0) & ~is_gripper(state.dims)
-        # Where most episodes are so, it is how the dim is: a gripper that holds, a dead band.
-        stretch &= stretch.sum(axis=0) <= 0.5 * data.source.num_episodes
+        # Where most episodes are so, it is how the dim is: a gripper that holds, a dead band; but those are narrow.
+        usual = stretch.mean(axis=0)
+        stretch &= (usual <= 0.5) | ((ranges > _WIDE * spread) & (usual <= _MOST_EPISODES))
         begins = np.append(0, data.source.episode_ends[:-1])[:, None]
         which = (still & commanded & long) | stretch
         for dim in np.flatnonzero(which.any(axis=0)).tolist():
@@ -158,10 +162,10 @@ def spikes(data: ExaminedData) -> Iterator[Finding]:
             if not len(values):
                 continue
             q01, q99 = np.quantile(values, (0.01, 0.99))
-            ends = q01 - _FAR * (q99 - q01), q99 + _FAR * (q99 - q01)
+            ends = q01 - SPIKE_DISTANCE * (q99 - q01), q99 + SPIKE_DISTANCE * (q99 - q01)
             low, high = (data.table[f"{what}/{column.name}"][:, dim] for what in ("low", "high"))
             episodes = np.flatnonzero((low < ends[0]) | (high > ends[1])).tolist() if q01 < q99 else []
-            if not episodes or len(episodes) > max(2, _FEW_STEPS * data.source.num_steps):
+            if not episodes or len(episodes) > most_spikes(data.source.num_steps):
                 continue
             far = [
                 step
@@ -171,7 +175,7 @@ def spikes(data: ExaminedData) -> Iterator[Finding]:
                 )
                 if value < ends[0] or value > ends[1]
             ]
-            if len(far) <= max(2, _FEW_STEPS * data.source.num_steps):
+            if len(far) <= most_spikes(data.source.num_steps):
                 yield Finding(
                     kind="spike",
                     count=len(far),
@@ -183,6 +187,11 @@ def spikes(data: ExaminedData) -> Iterator[Finding]:
                     training="these become numbers in the hundreds and above, or make all others small",
                     remedy="Repair these steps, or remove their episodes",
                 )
+
+
+def most_spikes(num_steps: int) -> int:
+    """How many values may be spikes: what more values do is a motion."""
+    return max(2, int(_FEW_STEPS * num_steps))
 
 
 def actions_are_states(data: ExaminedData) -> Iterator[Finding]:

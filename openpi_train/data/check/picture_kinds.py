@@ -18,13 +18,22 @@ from openpi_train.data.source import BadRecord
 _BLACK = 16
 # Pictures of an episode that are looked at.
 _PER_EPISODE = 8
+# Pictures are compared by means of blocks, about so many along the shorter side. An encoder (libx264, crf 23 to 30)
+# changes these by up to 12 of 255; the usual change of pictures that move is mostly ten times that.
+_BLOCKS, _ENCODER, _LEAST_CHANGE = 32, 12.5, 0.15
+# Cameras are exchanged in an episode if each is so much nearer to what the other usually shows, in 8 x 8 blocks, and if
+# in this share of the episodes, and so many, it is clear which camera is which.
+_VIEW, _NEARER, _MOST_CLEAR, _FEWEST_EPISODES = 8, 0.6, 0.8, 4
 # A state dim has moved if it changed by this share of its range.
 _MOVED = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SeenPicture:
-    """What was seen of one picture; `problem` says why it cannot be read, and the rest is then meaningless."""
+    """What was seen of one picture; `problem` says why it cannot be read, and the rest is then meaningless.
+
+    `blocks` float32 [h, w, 3] are means of square blocks.
+    """
 
     step: int
     episode: int
@@ -32,6 +41,7 @@ class SeenPicture:
     is_black: bool = False
     is_blank: bool = False
     problem: str = ""
+    blocks: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1, 3), np.float32))
 
 
 def unreadable(data: ExaminedData) -> Iterator[Finding]:
@@ -48,7 +58,7 @@ def unreadable(data: ExaminedData) -> Iterator[Finding]:
                 where=bad[0].problem,
                 what=camera,
                 training="a run ends at the first one, or puts another row in its place (--data.on-bad-record skip)",
-                remedy="Fetch the files again, or leave these episodes out",
+                remedy="Put whole copies of the files in their place, or leave these episodes out",
             )
 
 
@@ -71,12 +81,14 @@ def black(data: ExaminedData) -> Iterator[Finding]:
 
 
 def frozen(data: ExaminedData) -> Iterator[Finding]:
-    """Pictures of one episode that are equal to the last pixel, though the robot moved between them."""
+    """Pictures of one episode that are equal but for what a video's encoder changes, though the robot moved."""
     for camera in data.cameras:
         seen = [one for one in pictures(data, camera) if not (one.problem or one.is_black or one.is_blank)]
         pairs = [(one, other) for one, other in itertools.pairwise(seen) if one.episode == other.episode]
         moved = [pair for pair in pairs if _moved(data, pair[0].step, pair[1].step)]
-        bad = [pair for pair in moved if pair[0].digest == pair[1].digest]
+        changes = np.array([float(np.abs(one.blocks - other.blocks).max()) for one, other in moved])
+        most = min(_ENCODER, _LEAST_CHANGE * float(np.median(changes))) if moved else 0.0
+        bad = [pair for pair, change in zip(moved, changes, strict=True) if _equal(*pair) or change < most]
         if bad:
             yield Finding(
                 kind="frozen pictures",
@@ -111,6 +123,44 @@ def cameras_alike(data: ExaminedData) -> Iterator[Finding]:
                 training="the policy has one view less than it seems to have",
                 remedy="Look which camera was recorded twice; leave it out of --data.datasets.N.robot.cameras",
             )
+
+
+def exchanged(data: ExaminedData) -> Iterator[Finding]:
+    """Episodes in which two cameras show what the other one shows in most episodes."""
+    views = {camera: _first_views(data, camera) for camera in data.cameras}
+    for one, other in itertools.combinations(data.cameras, 2):
+        episodes = sorted(views[one].keys() & views[other].keys())
+        if len(episodes) < _FEWEST_EPISODES:
+            continue
+        both = [np.stack([views[camera][episode] for episode in episodes]) for camera in (one, other)]
+        usual = [np.median(view, axis=0) for view in both]
+        # [camera, median, episode]
+        far = np.array([[np.abs(view - median).mean(axis=(1, 2, 3)) for median in usual] for view in both])
+        swapped = (far[0, 1] < _NEARER * far[0, 0]) & (far[1, 0] < _NEARER * far[1, 1])
+        as_usual = (far[0, 0] < _NEARER * far[0, 1]) & (far[1, 1] < _NEARER * far[1, 0])
+        # Where cameras stand elsewhere in every episode, none shows what it usually does.
+        if swapped.any() and (swapped | as_usual).mean() >= _MOST_CLEAR and as_usual.sum() > swapped.sum():
+            yield Finding(
+                kind="cameras exchanged",
+                count=int(swapped.sum()),
+                total=len(episodes),
+                unit="episodes looked at",
+                where=data.source.describe(data.first_step(episodes[int(np.argmax(swapped))])),
+                what=f"{one} shows what {other} shows in the others, and the reverse",
+                training="the policy takes one view for the other",
+                remedy="Exchange the two in these episodes, or leave the episodes out",
+            )
+
+
+def _first_views(data: ExaminedData, camera: str) -> dict[int, np.ndarray]:
+    """Of each episode that is looked at: its first picture in 8 x 8 blocks, float32 [8, 8, 3]."""
+    found: dict[int, np.ndarray] = {}
+    for seen in pictures(data, camera):
+        if not (seen.problem or seen.is_black or seen.is_blank) and min(seen.blocks.shape[:2]) >= _VIEW:
+            rows = [part.mean(axis=0) for part in np.array_split(seen.blocks, _VIEW, axis=0)]
+            small = [part.mean(axis=1) for part in np.array_split(np.stack(rows), _VIEW, axis=1)]
+            found.setdefault(seen.episode, np.stack(small, axis=1))
+    return found
 
 
 def missing_cameras(data: ExaminedData) -> Iterator[Finding]:
@@ -148,7 +198,19 @@ def _seen(data: ExaminedData, step: int, episode: int, camera: str) -> SeenPictu
         return SeenPicture(step, episode, problem=str(error))
     digest, is_black = hashlib.sha256(frame.tobytes()).digest(), bool(frame.max() < _BLACK)
     is_blank = bool(np.ptp(frame.reshape(-1, frame.shape[-1]), axis=0).max() == 0)
-    return SeenPicture(step, episode, digest, is_black, is_blank)
+    return SeenPicture(step, episode, digest, is_black, is_blank, blocks=_blocks(frame))
+
+
+def _equal(one: SeenPicture, other: SeenPicture) -> bool:
+    return one.digest == other.digest
+
+
+def _blocks(frame: np.ndarray) -> np.ndarray:
+    """Means of square blocks of a picture [h, w, 3]; what is left at its ends does not count."""
+    side = max(1, min(frame.shape[:2]) // _BLOCKS)
+    height, width = (size // side for size in frame.shape[:2])
+    whole = frame[: height * side, : width * side].reshape(height, side, width, side, -1)
+    return whole.mean(axis=(1, 3), dtype=np.float32)
 
 
 def _moved(data: ExaminedData, one: int, other: int) -> bool:

@@ -215,6 +215,6 @@ def _totals(info: Mapping[str, Any], episodes: Sequence[Episode]) -> list[Findin
             unit="listed episodes",
             what=f"total_episodes is {total}",
             training="all that are listed are used",
-            remedy="Fetch the metadata again, or remove what is left over from another version of the dataset",
+            remedy="Put back the metadata of these files, or remove what is left over from another version",
         )
     ]

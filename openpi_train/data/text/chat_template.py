@@ -1,12 +1,13 @@
 """Chat templates: jinja programs that write a conversation as one text, with the dialect of transformers.
 
-They come with a tokenizer (`text_tokenizer.py`) or from a file, and run in jinja's sandbox. Read next:
-`text_encoder.py`.
+They come with a tokenizer (`text_tokenizer.py`) or from a file, and run in jinja's sandbox, in a process of limited
+time and memory (`template_process.py`). Read next: `text_encoder.py`.
 """
 
 import dataclasses
 import datetime
 import functools
+import importlib.util
 import json
 import re
 import types
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.text import template_process
 from openpi_train.data.text.message_content import Message, MessageForm
 from openpi_train.runtime.exits import UsageError
 
@@ -64,9 +66,24 @@ class ChatTemplate:
         template.compiled()
         return template
 
-    def compiled(self) -> Any:
-        """The jinja template. Raises ValueError if it is not valid jinja, UsageError if jinja2 is not installed."""
-        return _compiled(self.source, self.name, self.today)
+    def compiled(self) -> None:
+        """Compile it. Raises ValueError if it is not valid jinja, UsageError if jinja2 is not installed."""
+        self._ask(None)
+
+    def _ask(self, given: Variables | None) -> str:
+        """The text with these variables; with None it is only compiled.
+
+        Raises ValueError, UsageError, or DataError if it takes too much time or memory.
+        """
+        if importlib.util.find_spec("jinja2") is None:
+            raise UsageError("chat templates need jinja2: pip install 'openpi_train[text]'")
+        try:
+            kind, text = template_process.SHARED.ask(self.source, self.name, self.today, given)
+        except RecursionError as error:  # while it is sent
+            raise ValueError("the conversation is nested too deeply for a chat template") from error
+        if kind != "text":
+            raise ValueError(text)
+        return text
 
     @property
     def has_generation_blocks(self) -> bool:
@@ -80,7 +97,8 @@ class ChatTemplate:
 
         Messages may have their content in parts, and tool calls as OpenAI's API has them (`message_content.py`).
 
-        Args: `variables` are further variables of the template, such as `tools`. Raises ValueError if it fails.
+        Args: `variables` are further variables of the template, such as `tools`. Raises ValueError if it fails,
+        DataError if it takes too much time or memory.
         """
         form = self.form
         return self._rendered([form.apply(one) for one in messages], variables, add_generation_prompt)
@@ -91,23 +109,12 @@ class ChatTemplate:
         return MessageForm.of(self.source, lambda messages: self._rendered(messages, _NONE, False))
 
     def _rendered(self, messages: Sequence[Message], variables: Variables, add_generation_prompt: bool) -> str:
-        compiled = self.compiled()
-        import jinja2  # pyright: ignore[reportMissingImports] (an extra)
-
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         given |= {
             "messages": [_with_reasoning(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return compiled.render(given)
-        except RecursionError as error:
-            raise ValueError(
-                f"the chat template {self.name} calls itself without end, or too deeply, for the conversation: correct "
-                "the template, or give another one"
-            ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise ValueError(f"the chat template {self.name} refuses the conversation: {error}") from error
+        return self._ask(given)
 
     def with_assistant_spans(self, messages: Sequence[Message], variables: Variables = _NONE) -> tuple[str, list[Span]]:
         """The text of the conversation, and the spans of it that the assistant wrote.
@@ -161,6 +168,27 @@ class ChatTemplate:
         return "".join(pieces), spans
 
 
+def answer(source: str, name: str, today: datetime.date, given: Variables | None) -> tuple[str, str]:
+    """The rendered text ("text"), or why there is none ("error"). For the process of limited time and memory."""
+    import jinja2  # pyright: ignore[reportMissingImports] (an extra)
+
+    try:
+        compiled = _compiled(source, name, today)
+    except ValueError as error:
+        return "error", str(error)
+    if given is None:
+        return "text", ""
+    try:
+        return "text", compiled.render(given)
+    except RecursionError:
+        return "error", (
+            f"the chat template {name} calls itself without end, or too deeply, for the conversation: correct "
+            "the template, or give another one"
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        return "error", f"the chat template {name} refuses the conversation: {error}"
+
+
 def _not_a_prefix(name: str, whole: str, part: str) -> NotAPrefixError:
     same = next((at for at, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
     return NotAPrefixError(
@@ -178,11 +206,8 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 @functools.lru_cache
 def _compiled(source: str, name: str, today: datetime.date) -> Any:
     """The jinja template, in an environment set up as transformers' is (`utils/chat_template_utils.py`)."""
-    try:
-        import jinja2  # pyright: ignore[reportMissingImports] (an extra)
-        from jinja2 import ext, nodes, sandbox  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UsageError("chat templates need jinja2: pip install 'openpi_train[text]'") from error
+    import jinja2  # pyright: ignore[reportMissingImports] (an extra)
+    from jinja2 import ext, nodes, sandbox  # pyright: ignore[reportMissingImports]
 
     class GenerationBlocks(ext.Extension):
         """`{% generation %}` ... `{% endgeneration %}`: the block between two variables, which may be undefined."""

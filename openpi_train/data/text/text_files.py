@@ -79,7 +79,9 @@ class TextFile:
                         number += counts_records
                         yield number, line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
+            raise BadRecord(
+                f"{self.place(number + 1)}: the file is damaged ({error}); put a whole copy here"
+            ) from error
 
     def _entries(self, content: bytes) -> Iterator[tuple[int, Any]]:
         number = 0
@@ -108,7 +110,9 @@ class TextFile:
                     yield number, {name: _without_nulls(value) for name, value in row.items()}
         except (pyarrow.ArrowException, OSError) as error:
             raise_if_system(error, self.path)
-            raise BadRecord(f"{self.place(number + 1)}: the file is damaged ({error}); fetch it again") from error
+            raise BadRecord(
+                f"{self.place(number + 1)}: the file is damaged ({error}); put a whole copy here"
+            ) from error
 
     def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         """Batches of rows of a table. With none of the columns, they have all, which the message names."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _KEYS: Mapping[str, str] = {
     "all devices of the processes that are started take part": "distributed.enabled distributed.world_size",
     "collectives are XLA's: NCCL on GPUs, gloo on CPUs": "distributed.backend",
-    "acting has no time limit, so that slow episodes end nothing; a stuck step ends all: --timeouts.stuck-s": """
+    "acting has no time limit, so that slow episodes end nothing; what makes no progress ends all: --timeouts": """
         distributed.timeout_seconds
     """,
     "a parameter that the loss does not use has a gradient of zero": "distributed.find_unused_parameters",

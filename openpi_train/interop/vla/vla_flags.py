@@ -143,8 +143,8 @@ def _schedule(file: YamlFile, epochs: int | None) -> None:
         file.note("all epochs of the run", _T_MAX)
     elif epochs is not None and length < epochs:
         raise UsageError(
-            f"{_T_MAX} is {length} and {_EPOCHS} is {epochs}: the rate would rise again within the run, which no "
-            f"schedule here does; give {epochs}, the epochs of the run, or a number of optimizer steps above it"
+            f"{_T_MAX} is {length} and {file.shown(_EPOCHS)} is {epochs}: the rate would rise again within the run, "
+            f"which no schedule here does; give {epochs}, that of the run, or a number of optimizer steps above it"
         )
     else:
         file.flag("lr-schedule.decay-steps", length, _T_MAX)
@@ -260,9 +260,9 @@ def _resume(file: YamlFile) -> None:
         return
     if Path(value).expanduser().is_file():
         raise UsageError(
-            f"{key} is {value}, a file of the trainer: its flow head is another network, so no run can go on from it. "
-            f"Its backbone can begin a new run: in place of {key} give --weight-loader.params-path {value}. To go on "
-            "with a run of ours, give its folder, or that of a step in it"
+            f"{file.shown(key)} is {value}, a file of the trainer: its flow head is another network, so no run can go "
+            f"on from it. Its backbone can begin a new run: in place of it give --weight-loader.params-path {value}. "
+            "To go on with a run of ours, give its folder, or that of a step in it"
         )
     base, name = Path(file.flags.get("checkpoint-base-dir", DEFAULT_OUTPUT)).expanduser(), file.flags.get("exp-name")
     own = [] if name is None else [Path(base / NAME / name).absolute(), Path(base / name).absolute()]

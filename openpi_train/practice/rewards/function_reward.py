@@ -1,28 +1,27 @@
-"""A reward function of the user's, or one that may hang, in a spawned process that is killed if it takes too long.
+"""A reward function of the user's, or one that may hang, in a process of its own that is killed if it takes too long.
 
 It may hang, end its process, start programs or use any library, and training goes on or ends with an error that names
-it. The process leads a session of its own, so that what it has started ends with it (`process_group.py`).
-Must not import jax: the spawned process imports this module. Read next: `text_reward.py`.
+it. It sees little of the run's environment, and has limits. Read next: `reward_process.py`, what runs there.
 """
 
 import ast
 import difflib
-import importlib
-import inspect
+import json
 import logging
-import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from openpi_train.practice.rewards.process_group import end_group, lead_group
-from openpi_train.runtime.exits import DataError, RunError
-from openpi_train.runtime.own_file import import_file
+from openpi_train.practice.rewards.process_group import end_group
+from openpi_train.practice.rewards.reward_process import BOOT, clean_environment
+from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +33,8 @@ _SHOWN = 80  # characters of a prompt in a message
 # So many completions in a row may end the process: then it is the function, and not what a policy wrote.
 _MOST_DEATHS = 8
 
-# Functions of this package by their names, each of which needs the package of its name.
-PACKAGED = {"math_verify": "openpi_train.practice.rewards.math_answers:is_right"}
-INSTALL = "Install what it needs: pip install 'openpi_train[math]'"
+# The longest answer, in bytes: a number, or the end of a traceback.
+_MOST_ANSWER = 1 << 20
 
 # Prompt, completion, reference.
 Texts = tuple[str, str, str]
@@ -85,7 +83,9 @@ class FunctionReward:
     Args:
         timeout_s: the longest time of a call. The process is then killed and the next call gets a new one.
         on_timeout: "error" raises DataError; "none" gives the completion no reward, with a warning. A call that ends
-            its process counts as one that takes too long, up to `_MOST_DEATHS` in a row.
+            its process, or needs too much memory, counts as one that takes too long, up to `_MOST_DEATHS` in a row.
+        memory_gib: the most memory that the process, and each program that it starts, may take.
+        environment: names of variables of the run's environment that it gets, besides those of `clean_environment`.
         is_stopping: whether the run is asked to stop.
     """
 
@@ -95,10 +95,13 @@ class FunctionReward:
         *,
         timeout_s: float,
         on_timeout: str = "error",
+        memory_gib: float = 64.0,
+        environment: Sequence[str] = (),
         is_stopping: Callable[[], bool] = lambda: False,
     ):
         self.name, self._timeout_s, self._on_timeout, self._is_stopping = name, timeout_s, on_timeout, is_stopping
-        self._process: Any = None
+        self._memory_gib, self._environment = memory_gib, tuple(environment)
+        self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._looked = time.monotonic()
         self._deaths = 0
@@ -119,7 +122,7 @@ class FunctionReward:
             self._connection.close()
         if self._process is not None:
             end_group(self._process.pid)
-            self._process.join()
+            self._process.wait()
         self._process = self._connection = None
 
     def _one(self, texts: Texts) -> float | None:
@@ -127,18 +130,36 @@ class FunctionReward:
             self.close()  # it was killed between two calls, of which this completion knows nothing
         connection = self._started()
         try:
-            connection.send(texts)
+            connection.send_bytes(json.dumps({"texts": texts, "timeout_s": self._timeout_s}).encode())
             is_in_time = self._answers(connection)
-            value, problem = connection.recv() if is_in_time else (None, None)
+            answer = self._received(connection) if is_in_time else {}
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             return self._without(f"{self._told(texts)} has ended its process ({self._end()})", error)
         if not is_in_time:
             self.close()
             return self._without(f"{self._told(texts)} took longer than {self._timeout_s:g} s and was killed")
+        if answer["out_of_memory"]:
+            self.close()  # what it holds may be half made
+            most = f"more than {self._memory_gib:g} GiB of memory (--practice.reward-memory-gib)"
+            return self._without(f"{self._told(texts)} needed {most} and was killed", MemoryError())
         self._deaths = 0
-        if problem is not None:
-            raise DataError(f"{self._told(texts)} has failed:\n{problem}")
-        return value
+        if answer["problem"] is not None:
+            raise DataError(f"{self._told(texts)} has failed:\n{answer['problem']}")
+        return answer["value"]
+
+    def _received(self, connection: Connection) -> dict[str, Any]:
+        """The answer. Raises DataError if it has not the form of one, as of a function that writes to the socket."""
+        try:
+            told = json.loads(connection.recv_bytes(_MOST_ANSWER))
+            value, problem, out_of_memory = told["value"], told["problem"], told["out_of_memory"]
+            if isinstance(value, float | None) and isinstance(problem, str | None) and isinstance(out_of_memory, bool):
+                return told
+        except (EOFError, ConnectionResetError):
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError, OSError):  # OSError: it is too long
+            pass
+        self.close()
+        raise DataError(f"the reward {self.name} writes to files that it has not opened: its answers are no answers")
 
     def _without(self, told: str, death: Exception | None = None) -> None:
         """No reward, with a warning, if that is allowed. Raises DataError otherwise."""
@@ -158,12 +179,13 @@ class FunctionReward:
     def _end(self) -> str:
         """How the process has ended, which is closed."""
         process, until = self._process, time.monotonic() + _LOOK_S
+        assert process is not None
         while not (has_ended := self._has_ended()) and time.monotonic() < until:
             time.sleep(0.01)  # its files are closed a little before
         self.close()
-        if not has_ended or process.exitcode >= 0:
-            return f"exit code {process.exitcode}" if has_ended else "it closed its files"
-        name = signal.Signals(-process.exitcode).name
+        if not has_ended or process.returncode >= 0:
+            return f"exit code {process.returncode}" if has_ended else "it closed its files"
+        name = signal.Signals(-process.returncode).name
         return f"killed by {name}" + (", as the system does that has no memory left" if name == "SIGKILL" else "")
 
     def _answers(self, connection: Connection) -> bool:
@@ -185,6 +207,7 @@ class FunctionReward:
 
     def _has_ended(self) -> bool:
         """Whether the process has ended. It is not waited for, so that its number remains its own (`end_group`)."""
+        assert self._process is not None
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _look(self) -> None:
@@ -202,16 +225,27 @@ class FunctionReward:
         """The connection to the process, which is started if there is none."""
         if self._connection is not None:
             return self._connection
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, self.name), daemon=True)
-        self._process.start()
-        other.close()
+        ours, theirs = socket.socketpair()
+        told = {
+            "path": sys.path,
+            "name": self.name,
+            "socket": theirs.fileno(),
+            "memory_bytes": int(self._memory_gib * (1 << 30)),
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, json.dumps(told)],
+                env=clean_environment(os.environ, self._environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
         try:
             if not self._connection.poll(_START_S):
                 raise DataError(f"the reward {self.name}: its file took longer than {_START_S:g} s to import")
-            problem = self._connection.recv()
-        except EOFError as error:
+            problem = self._received(self._connection)["problem"]
+        except (EOFError, ConnectionResetError) as error:
             self.close()
             raise DataError(f"the reward {self.name}: its process has ended while it imported the file") from error
         except DataError:
@@ -221,53 +255,3 @@ class FunctionReward:
             self.close()
             raise DataError(f"the reward {self.name} cannot be used: {problem}")
         return self._connection
-
-
-def _serve(connection: Connection, name: str) -> None:
-    """The process: says whether the function is there, then answers until the other end is closed."""
-    lead_group()
-    for signum in (signal.SIGTERM, signal.SIGINT):  # of a whole Slurm step: the run ends this process itself
-        signal.signal(signum, signal.SIG_IGN)
-    try:
-        _answer_all(connection, name)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the run has ended, or waits no longer
-        end_group(os.getpid())
-
-
-def _answer_all(connection: Connection, name: str) -> None:
-    """Answer until the other end is closed, which raises one of three errors; return if there is no such function."""
-    file, _, function = PACKAGED.get(name, name).rpartition(":")
-    try:
-        module = (
-            importlib.import_module(file) if name in PACKAGED else import_file(Path(file), "the file of the reward")
-        )
-        found: Any = getattr(module, function, None)
-    except Exception as error:
-        missing = name in PACKAGED and isinstance(error, ImportError)
-        told = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-        connection.send(told + (f". {INSTALL}" if missing else ""))
-        return
-    connection.send(_problem(file, function, found))
-    while True:
-        texts = connection.recv()
-        try:
-            value = found(*texts)
-            if isinstance(value, str | bytes):
-                raise TypeError(f"it returned {value!r}; needed is a number, or None for no reward")
-            answer = None if value is None else float(value), None
-        except Exception:
-            answer = None, traceback.format_exc(limit=-3).strip()
-        connection.send(answer)
-
-
-def _problem(file: str, function: str, found: Any) -> str | None:
-    """Why what a file has under a name is no function of a reward."""
-    if not isinstance(found, Callable):
-        return f"{file} has no function {function!r} of (prompt, completion, reference)"
-    try:
-        inspect.signature(found).bind("", "", "")
-    except TypeError as error:
-        return f"{function} in {file} is called as {function}(prompt, completion, reference): {error}"
-    except ValueError:  # a built-in function that does not tell
-        return None
-    return None

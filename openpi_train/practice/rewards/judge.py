@@ -36,12 +36,26 @@ class Rewards:
 class Judge:
     """Rewards completions in a run. Each process computes its share of them.
 
-    Args: `timeout_s`, `on_timeout` are those of `FunctionReward`.
+    Args: `timeout_s`, `on_timeout`, `memory_gib` and `environment` are those of `FunctionReward`.
     """
 
-    def __init__(self, rewards: Sequence[TextReward], running: Any, *, timeout_s: float, on_timeout: str):
+    def __init__(
+        self,
+        rewards: Sequence[TextReward],
+        running: Any,
+        *,
+        timeout_s: float,
+        on_timeout: str,
+        memory_gib: float = 64.0,
+        environment: Sequence[str] = (),
+    ):
         self._rewards = tuple(rewards)
-        self._terms = [reward.term(running, timeout_s=timeout_s, on_timeout=on_timeout) for reward in rewards]
+        self._terms = [
+            reward.term(
+                running, timeout_s=timeout_s, on_timeout=on_timeout, memory_gib=memory_gib, environment=environment
+            )
+            for reward in rewards
+        ]
 
     def __call__(self, completed: Sequence[Completed]) -> Rewards:
         """The rewards of these completions, equal on all processes. Every process must call it with the same ones.

@@ -2,7 +2,7 @@ r"""Whether a completion's answer equals the reference as mathematics: the rewar
 
 `\frac{1}{2}`, `0.5` and `\boxed{2/4}` are equal. Parsing may hang on what a policy writes: it is called in a process of
 its own, which is killed. The package's own limits raise a signal, which stops no long computation in C, and count
-what they stop as wrong; they are off. Must not import jax. Read next: `function_reward.py`.
+what they stop as wrong; they are off. Must not import jax. Read next: `reward_process.py`.
 """
 
 import logging

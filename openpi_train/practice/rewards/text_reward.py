@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from openpi_train.data.text.answer_scores import AnswerScore, known_scores
-from openpi_train.practice.rewards.function_reward import PACKAGED, FunctionReward, file_problem
+from openpi_train.practice.rewards.function_reward import FunctionReward, file_problem
+from openpi_train.practice.rewards.reward_process import PACKAGED
 from openpi_train.runtime.preempt import stop_noticed
 
 
@@ -125,7 +126,9 @@ class TextReward:
             return [f"{flag}.name {self.name!r} is no reward: allowed are {names}"]
         return []
 
-    def term(self, running: Any, *, timeout_s: float, on_timeout: str) -> Term:
+    def term(
+        self, running: Any, *, timeout_s: float, on_timeout: str, memory_gib: float, environment: Sequence[str]
+    ) -> Term:
         """What computes it in this run. Every process must call it. Raises UsageError if it cannot be used."""
         kind, _, argument = self.name.partition(":")
         if kind == "regex":
@@ -135,8 +138,15 @@ class TextReward:
         if kind == "model":
             return ModelTerm(argument, running)
         if kind.endswith(".py") or self.name in PACKAGED:
-            how: Any = {"timeout_s": timeout_s, "on_timeout": on_timeout, "is_stopping": stop_noticed}
-            return FunctionTerm(FunctionReward(self.name, **how))
+            function = FunctionReward(
+                self.name,
+                timeout_s=timeout_s,
+                on_timeout=on_timeout,
+                memory_gib=memory_gib,
+                environment=environment,
+                is_stopping=stop_noticed,
+            )
+            return FunctionTerm(function)
         return AnswerTerm(known_scores()[self.name])
 
 

@@ -28,6 +28,7 @@ from uvicorn.server import ServerState
 from openpi_train.data.text.message_content import text_of
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.text_generator import TextGenerator
+from openpi_train.runtime.exits import DataError
 from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Busy
 from openpi_train.serve.connection import Places
@@ -343,7 +344,7 @@ class TextServer:
             raise invalid("this model has no chat template; use /v1/completions", "messages")
         try:
             return self._texts.prompt_of(prompt, request.template_variables)
-        except ValueError as error:
+        except (ValueError, DataError) as error:
             raise invalid(str(error), "messages" if is_chat else "prompt") from error
 
     def _settings(self, tokens: Sequence[int], request: TextRequest) -> Any:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from openpi_train.data.files import read_json, set_aside
+from openpi_train.data.files import read_json
 from openpi_train.interop.manifest import find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
@@ -39,14 +39,17 @@ from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import (
     HARDWARE,
     PEER_LOST,
+    USAGE,
     CheckpointError,
     HardwareError,
     PeerLostError,
     StorageError,
+    UsageError,
     exit_code_of,
     reported_as,
 )
 from openpi_train.runtime.passing_errors import is_storage_fault, patiently
+from openpi_train.training import fencing
 from openpi_train.training.best import Best
 from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
 from openpi_train.training.checkpoints.layout import (
@@ -323,10 +326,13 @@ class Checkpoints:
 
     def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
         self._saved_step = None
+        if self._is_writer and cause is not None:
+            fencing.require_owned(self.directory)  # a newer start removes what it finds half saved
         if self._local:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
-        # Of a lost process the watchdog knows the reason; a failed device is no fault of the checkpoint either.
-        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError}
+        # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
+        # newer start of the run.
+        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError, USAGE: UsageError}
         otherwise = StorageError if cause is not None and is_storage_fault(cause) else CheckpointError
         kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), otherwise)
         raise kind(problem) from cause
@@ -345,9 +351,9 @@ class Checkpoints:
         if not self._is_writer:
             return
         beside(draft)
-        write_manifest(draft)
-        draft.rename(self.step_dir(step))  # a directory with a number as its name is always complete
-        preempt.note_save(step, time.monotonic() - started)
+        size = write_manifest(draft)
+        self._dirs.commit(step)
+        preempt.note_save(step, time.monotonic() - started, size)
         self._dirs.note_complete(step)
 
     def _damage(self, step: int) -> str:
@@ -395,7 +401,7 @@ class Checkpoints:
             logger.warning("falling back to checkpoint %s; steps after it are trained again", chosen or above)
         if self._is_writer:
             for step in damaged:
-                set_aside(self.step_dir(step), "damaged")
+                self._dirs.set_aside_damaged(step)
         return chosen
 
 

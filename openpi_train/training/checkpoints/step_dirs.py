@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.interop.manifest import has_manifest
+from openpi_train.runtime.exits import StorageError
+from openpi_train.training import fencing
 from openpi_train.training.best import Best
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ _USELESS = re.compile(r"(\d+)\.(?:damaged|interrupted|passed-over)-.*")
 
 class StepDirs:
     """The step directories of a run. Only process 0 may call methods that change them.
+
+    Each of these first asks whether a newer start owns the run (`fencing.py`); then it raises UsageError.
 
     Keeps the newest `keep_last`, those at multiples of `keep_period` (None: none), and the best. The best is not
     moved: `best.json` names it and `best` links to it. `latest` links to the newest complete one. What fails while
@@ -66,9 +70,15 @@ class StepDirs:
             self._metrics[step] = float(value)
             self._update_best(step)
 
+    def commit(self, step: int) -> None:
+        """Give the complete draft of the step its name."""
+        fencing.require_owned(self.directory)
+        self.draft(step).rename(self.path(step))  # a directory with a number as its name is always complete
+
     def note_complete(self, step: int) -> None:
         """Link the step as the latest, and as the best if it is, and delete checkpoints that are not kept."""
         with self._lock, _tried("linking and deleting checkpoints"):
+            fencing.require_owned(self.directory)
             self.link_latest()
             self._update_best(step)
             for path in self.directory.iterdir():
@@ -82,6 +92,7 @@ class StepDirs:
                 if old not in keep and (self._keep_period is None or old % self._keep_period):
                     # Renamed first: a partly deleted directory must not look like a checkpoint.
                     with _tried(f"deleting {self.path(old)}"):
+                        fencing.require_owned(self.directory)
                         _remove(self.path(old).rename(self.path(old).with_suffix(".deleting")))
 
     def link_latest(self) -> None:
@@ -93,6 +104,7 @@ class StepDirs:
         """Set aside every checkpoint after this one, as `<step>.<reason>-<time>`; if one of them was the best, there is
         none until a metric is noted.
         """
+        fencing.require_owned(self.directory)
         with self._lock:
             best = self.best
             for later in [one for one in self.committed() if one > step]:
@@ -106,6 +118,7 @@ class StepDirs:
 
     def remove_left_overs(self) -> None:
         """Remove remains of saves and clean-ups that failed or were killed."""
+        fencing.require_owned(self.directory)
         for path in self.directory.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 logger.warning("removing %s, left behind by a save or clean-up that failed or was killed", path)
@@ -119,15 +132,22 @@ class StepDirs:
         """
         steps = self.committed()
         if steps and not has_manifest(self.path(steps[-1])):
+            fencing.require_owned(self.directory)
             place = set_aside(self.path(steps[-1]), "interrupted")
             logger.warning(
                 "the save of checkpoint %d was interrupted; what there was of it lies in %s", steps[-1], place
             )
 
+    def set_aside_damaged(self, step: int) -> None:
+        """Rename a damaged checkpoint, so that none of its step is found."""
+        fencing.require_owned(self.directory)
+        set_aside(self.path(step), "damaged")
+
     def _update_best(self, step: int) -> None:
         value, best = self._metrics.get(step), self.best
         if value is None or not has_manifest(self.path(step)) or (best is not None and value >= best.value):
             return
+        fencing.require_owned(self.directory)
         write_json(self.directory / "best.json", {"step": step, "value": value})
         self._link("best", step)
 
@@ -165,7 +185,7 @@ def _steps(directory: pathlib.Path) -> list[int]:
 def _tried(what: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, StorageError) as error:
         logger.warning("%s failed and is tried again at the next save: %s", what, error)
 
 

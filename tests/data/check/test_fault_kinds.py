@@ -1,8 +1,10 @@
 """Kinds of faults in demonstrations: each is found alone, with its place, and nothing is found in sound episodes."""
 
 import dataclasses
+import io
 import logging
 
+import av
 import numpy as np
 import pytest
 from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
@@ -383,6 +385,44 @@ def test_a_hand_that_the_camera_does_not_see_freezes_no_picture():
     assert not found(source)
 
 
+def recoded(frames, **options):
+    """Frames as H.264 keeps them, and PyAV reads them."""
+    content = io.BytesIO()
+    with av.open(content, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=FPS, options=options)
+        assert isinstance(stream, av.VideoStream)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    content.seek(0)
+    with av.open(content, "r") as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+@pytest.mark.parametrize(("gop", "quality"), [("2", "30"), ("5", "23")])
+def test_a_video_that_freezes_is_found_though_its_encoder_changes_it(gop, quality):
+    episodes, random = sound(6, 40), np.random.default_rng(0)
+    background = (128 + 60 * np.sin(np.arange(64) / 9)[:, None, None] + random.normal(0, 6, (64, 64, 3))).astype(
+        np.uint8
+    )
+    for number, one in enumerate(episodes):
+        one.state[:, :2] = one.state[:1, :2] + np.linspace(0, 1, len(one.state))[:, None]
+        one.frames = np.repeat(background[None], len(one.state), axis=0)
+        for step in range(len(one.state)):
+            place = 10 if number == 4 and step >= 10 else step  # frozen from there on
+            one.frames[step, 24:36, place : place + 8] = 230
+        one.frames = recoded(one.frames, g=gop, crf=quality)
+    finding = found(InMemory(episodes))["frozen pictures"]
+    still = episodes[4].frames
+    seen = still[[12, 18, 24, 31, 37, 43]]
+    assert (seen[1:] != seen[:-1]).any()  # not to the last pixel
+    assert finding.count >= 4 and "episode 4" in finding.where
+    assert set(found(InMemory(episodes[:4]))) == set()
+    episodes[5].frames = recoded(np.zeros_like(episodes[5].frames), g=gop, crf=quality)
+    assert set(found(InMemory(episodes))) == {"frozen pictures", "black pictures"}
+
+
 def test_still_robots_have_still_pictures():
     episodes = sound()
     for name in ("state", "frames"):
@@ -405,3 +445,115 @@ def test_rows_that_are_equal_where_the_arm_has_come_to_rest_are_not_doubled():
         one.state[start + 1] = one.state[start + 2] = one.state[start] + 1e-4
         one.action[start + 2] = one.action[start + 1]
     assert "steps doubled" not in found(InMemory(episodes))
+
+
+def test_idle_episodes_of_states_that_are_relative_to_their_start_have_no_other_unit():
+    episodes, random = sound(length=40), np.random.default_rng(5)
+    for one in episodes:
+        one.state[:, :3] -= one.state[:1, :3]
+    degrees, idle = episodes[6], (3, 9)
+    for one in (episodes[number] for number in idle):
+        one.state[:, :3] = random.normal(0, 2e-4, one.state[:, :3].shape)
+        one.action[:, :3] = 0
+    assert "units mixed" not in found(InMemory(episodes))
+    episodes = [one for number, one in enumerate(episodes) if number not in idle]
+    degrees.state[:], degrees.action[:] = np.rad2deg(degrees.state), np.rad2deg(degrees.action)
+    assert found(InMemory(episodes))["units mixed"].count == 1
+
+
+def test_a_spike_of_a_dim_in_radians_is_no_unit():
+    episodes = sound()
+    episodes[12].state[9, 0] = 5000.0
+    source = InMemory(episodes)
+    source.about = lambda: About(dim_names={STATE: ("a_rad", "b_rad", "c_rad", "gripper")})
+    assert set(found(source)) == {"spike"}
+    episodes[12].state[:, 0] = np.rad2deg(sound()[12].state[:, 0]) + 90
+    other = InMemory(episodes)
+    other.about = source.about
+    assert set(found(other)) == {"units mixed"}
+
+
+def wide_arm(episodes):
+    """Seven joints, three of which are those of `episodes`."""
+    random = np.random.default_rng(9)
+    for one in episodes:
+        moves = random.normal(0, 0.02, (len(one.state), 7)).astype(np.float32)
+        states = random.normal(0, 0.4, 7) + np.cumsum(moves, axis=0)
+        one.state, one.action = states.astype(np.float32), moves
+    return episodes
+
+
+@pytest.mark.parametrize("with_actions", [False, True])
+def test_degrees_in_some_of_the_dims_are_found(with_actions):
+    episodes = wide_arm(sound(length=40))
+    assert not found(InMemory(episodes))
+    for one in (episodes[2], episodes[7], episodes[8]):
+        one.state[:, 2:5] = np.rad2deg(one.state[:, 2:5])
+        if with_actions:
+            one.action[:, 2:5] = np.rad2deg(one.action[:, 2:5])
+    findings = found(InMemory(episodes))
+    finding = findings["units mixed"]
+    assert finding.count == 3 and "episode 2, step 0" in finding.where
+    assert "observation/state[2], observation/state[3], observation/state[4] is about" in finding.what
+    assert set(findings) == {"units mixed"}
+
+
+def test_rotations_that_only_some_tasks_need_have_no_other_unit():
+    episodes = wide_arm(sound(length=40))
+    for number, one in enumerate(episodes):
+        one.state -= one.state[:1]
+        if number < 6:  # they rest, and their sensors do not quite
+            one.action[:, 3:6] = 0
+            one.state[:, 3:6] = np.random.default_rng(number).normal(0, 2e-3, one.state[:, 3:6].shape)
+    assert "units mixed" not in found(InMemory(episodes))
+    for one in episodes[6:]:  # an operator's hand turns a little where the task needs no turn
+        one.state[:, 3:6], one.prompt = 57 * one.state[:, 3:6], "pour"
+        one.action[:, 3:6] *= 57
+    for one in episodes[:6]:
+        one.action[:, 3:6] = np.random.default_rng(1).normal(0, 0.02, one.action[:, 3:6].shape)
+        one.state[:, 3:6] = np.cumsum(one.action[:, 3:6], axis=0)
+    assert "units mixed" not in found(InMemory(episodes))
+    for one in episodes:
+        one.prompt = "one task"
+    assert "units mixed" in found(InMemory(episodes))
+
+
+def test_a_dim_that_is_stuck_for_a_while_in_most_episodes_is_found():
+    episodes = sound(length=40)
+    for one in episodes[:13]:
+        one.state[6:28, 1] = one.state[6, 1]
+    finding = found(InMemory(episodes))["stuck dims"]
+    # Of the 13 those in which the arm is held elsewhere than at its lowest or highest value.
+    held = [one for one in episodes[:13] if one.state[:, 1].min() < one.state[6, 1] < one.state[:, 1].max()]
+    assert 8 < finding.count <= len(held)
+
+
+def test_a_dead_band_in_most_episodes_is_how_the_dim_is():
+    episodes, random = sound(length=60), np.random.default_rng(2)
+    for one in episodes:
+        one.action[:, 1] = np.repeat(random.normal(0, 0.02, 3), 30)[: len(one.action)]
+        one.action[:, 1] += 0.015 * np.sin(np.arange(len(one.action)))
+        one.state[:, 1] = np.repeat(np.cumsum(random.normal(0, 0.1, 10)), 20)[: len(one.state)]
+        one.action[0, 1] = 0.2
+    assert "stuck dims" not in found(InMemory(episodes))
+
+
+def test_cameras_that_are_exchanged_in_some_episodes_are_found():
+    episodes, random = sound(12), np.random.default_rng(4)
+    front, wrist = (random.integers(0, 256, (8, 8, 3)) for _ in range(2))
+    pictures = {}
+    for camera, scene in ((CAMERA, front), ("observation/images/wrist", wrist)):
+        shown = scene + random.normal(0, 20, (InMemory(episodes).num_steps, 8, 8, 3))
+        pictures[camera] = np.clip(shown, 0, 255).astype(np.uint8)
+    source = InMemory(episodes)
+    source.cameras = tuple(pictures)
+    source.frames = lambda steps, camera: pictures[camera][steps]
+    assert not found(source)
+    one, other = pictures.values()
+    for number in (4, 9):
+        steps = source.steps_of(number)
+        rows = slice(steps.start, steps.stop)
+        one[rows], other[rows] = other[rows].copy(), one[rows].copy()
+    findings = found(source)
+    assert set(findings) == {"cameras exchanged"}
+    assert findings["cameras exchanged"].count == 2 and "episode 4, step 0" in findings["cameras exchanged"].where

@@ -201,8 +201,9 @@ def test_a_truncated_video_costs_only_the_episodes_that_lack_frames(sources, bro
     with short.open("r+b") as file:
         file.truncate(short.stat().st_size * 9 // 10)
     lost = {"v21_video": 0, "v30_video": 1}[name]
-    with pytest.raises(BadRecord, match=rf"1 episodes of .* cannot be read:\n.*episode {lost}: .*{short.name}"):
+    with pytest.raises(BadRecord, match=rf"1 episodes of .* cannot be read:\n.*episode {lost}: .*{short.name}") as told:
         copy.open()
+    assert "Fetch" not in str(told.value), "the user may have recorded it"
     with caplog.at_level(logging.WARNING):
         source = copy.open(on_bad_record="skip")
     assert f"episode {lost}: " in caplog.text

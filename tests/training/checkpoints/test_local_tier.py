@@ -24,7 +24,7 @@ from openpi_train.experiment import LocalCheckpoints
 from openpi_train.interop.manifest import find_damage
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import StorageError, UsageError
 from openpi_train.training.checkpoints import checkpoint_store, copy_out, local_files, local_tier
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
@@ -485,7 +485,7 @@ def test_a_failed_copy_is_an_error_and_leaves_the_local_save(run, disk, monkeypa
     checkpoints = opened(run, disk)
     monkeypatch.setattr(checkpoint_store, "write_manifest", full)
     checkpoints.save(make_state(1), **SAVED_WITH)
-    with pytest.raises(checkpoint_store.CheckpointError, match="saving checkpoint 1 failed: OSError"):
+    with pytest.raises(StorageError, match="saving checkpoint 1 failed: OSError"):
         checkpoints.wait()
     monkeypatch.undo()
     assert restored_step(run, disk) == 1

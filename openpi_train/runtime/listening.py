@@ -1,0 +1,56 @@
+"""The address on which process 0 listens, and sockets that do. Read next: `door.py`."""
+
+import errno
+import socket
+
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.world import is_loopback
+
+
+def listen_host(host: str) -> str:
+    """The address on which process 0 listens if others reach it as `host`, "" for all.
+
+    Loopback if that is; the address itself if `host` is an address of this machine, or a name with exactly one that is.
+    A name may mean a loopback address here alone (127.0.1.1 in Debian's /etc/hosts), and an address another machine
+    that passes connections on: then all.
+    """
+    if is_loopback(host):
+        return "::1" if ":" in host else "127.0.0.1"
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""  # a pod's own name is known late
+    address = found.pop()
+    return "" if found or is_loopback(address) or not _is_own(address) else address
+
+
+def _is_own(address: str) -> bool:
+    """Whether packets to it would stay on this machine: then their source is the same address."""
+    if "%" in address:  # of one link alone
+        return False
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            return probe.getsockname()[0] == address
+    except OSError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket where `listen_host` says. Raises UsageError if the port is taken."""
+    address = (listen_host(host), port)
+    try:
+        if address[0]:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            return socket.create_server(address, family=family, backlog=1024)
+        try:
+            return socket.create_server(address, family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            return socket.create_server(address, backlog=1024)  # a kernel without IPv6
+    except OSError as error:
+        raise UsageError(
+            f"port {port} on {socket.gethostname()} cannot be used for the run's coordinator ({error.strerror}): "
+            "another program or an earlier run has it; end that one or give another port"
+        ) from None
