@@ -31,6 +31,7 @@ from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 _FOLLOWS_FROM_ANOTHER = (faults.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
+_LINES_IN_SIGHT = 8
 # gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
 _HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
@@ -150,9 +151,12 @@ def _texts(lines: Sequence[bytes]) -> list[bytes]:
 
 
 def _is_on_screen(lines: Sequence[bytes]) -> bool:
-    """Whether these lines were just shown where messages of this launcher go, too, and not in another file."""
+    """Whether these lines were just shown where messages of this launcher go, too, and not in another file.
+
+    With more than a few lines after them they are out of sight.
+    """
     with suppress(OSError, ValueError):
-        shown = {text for _, text in _shown}
+        shown = {text for _, text in list(_shown)[-len(lines) - _LINES_IN_SIGHT :]}
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()) and shown >= set(_texts(lines))
     return False
 
@@ -231,7 +235,7 @@ def oversee(start: Iterable[Started], records: Sequence[ProcessRecord], grace_s:
     finally:
         for closed in (*started, *records):
             closed.close()
-    code, reason = _report(records, records[0].status)
+    code, reason = _report(records, records[0].status, asked=bool(received))
     return LaunchOutcome(
         code=code,
         reason=reason,
@@ -267,10 +271,11 @@ def _wait_for_end(records: Sequence[ProcessRecord], started: Sequence[Started], 
             _send(started, signal.SIGKILL)
 
 
-def _report(records: Sequence[ProcessRecord], status: Status) -> tuple[int, str]:
+def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) -> tuple[int, str]:
     """Show the root cause last, and return the exit code of the run and the cause in words.
 
-    Of several processes with the same error the first is named.
+    Of several processes with the same error the first is named. A process that was told to stop (`asked`) before it
+    could listen ends by the signal, and has nothing to save.
     """
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
@@ -284,10 +289,10 @@ def _report(records: Sequence[ProcessRecord], status: Status) -> tuple[int, str]
     culprit = min(alike, key=lambda one: one.rank)
     error = _last_error(culprit.errors)
     assert culprit.code is not None
-    if culprit.code == faults.PREEMPTED:
+    if culprit.code == faults.PREEMPTED or (asked and culprit.code == 128 + signal.SIGTERM):
         tell(_stopped(status))
         saved = f", and saved step {status.saved_step}" if status.saved_step else ""
-        return culprit.code, f"it was asked to stop{saved}"
+        return faults.PREEMPTED, f"it was asked to stop{saved}"
     if not _is_on_screen(error):
         for line in error:
             tell(_prefixed(culprit.prefix, line))

@@ -96,7 +96,9 @@ def experiment_of(request: ResumeRequest) -> Experiment:
             raise UsageError(
                 f"{request.run} is a checkpoint: give its run, and --resume-from {run.name} to go back to it"
             )
-        raise UsageError(f"{request.run} is no run: there is no experiment.json (a run is <base>/<experiment>/<name>)")
+        raise UsageError(
+            f"{run} is no run: there is no experiment.json (a run is <base>/<experiment>/<name>; `runs` lists them)"
+        )
     word, started_in = _last_start(run)
     file = request.experiment or (word if ".py:" in word else None)
     if request.experiment is None and file is not None and not Path(file.partition(":")[0]).is_absolute():

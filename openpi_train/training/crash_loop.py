@@ -135,6 +135,9 @@ def _write(directory: pathlib.Path, loop: CrashLoop) -> None:
 
 
 def _tell(loop: CrashLoop, older: int | None) -> None:
+    if loop.in_vain == 1:
+        logger.info("the start before this one ended without a checkpoint after step %d", loop.highest)
+        return
     logger.warning(
         "%d starts in a row ended without a checkpoint after step %d%s", loop.in_vain, loop.highest, _where(loop)
     )

@@ -168,6 +168,16 @@ def test_signals_reach_all_processes_and_are_waited_for(tmp_path, signum, expect
     assert ("stopped on request at step 40, and saved: continue" in err) == (expected == 75)
 
 
+def test_a_stop_before_the_processes_listen_is_a_stop_and_no_failure(tmp_path):
+    process = launcher('print("ready", flush=True)\ntime.sleep(600)', tmp_path, processes=1)
+    said = tmp_path / "process_0.txt"
+    wait_for(lambda: said.exists() and "ready" in said.read_text())
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 75 and "failed" not in err
+    assert "before this start had anything new to save" in err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("opened", "how"), [(True, "the same command and --resume"), (False, "the same command")])
 def test_a_stop_before_anything_was_saved_is_told_as_that(tmp_path, opened, how):
     child = "from openpi_train.launch import status\nstatus.tell(opened=OPENED)\nsys.exit(75)"

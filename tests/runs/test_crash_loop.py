@@ -23,7 +23,7 @@ def test_starts_that_end_at_one_place_go_back_and_name_the_batch(tmp_path, monke
         assert done.returncode == -9, done.stderr
         said.append(done.stdout + done.stderr)
     assert "in a row" not in said[0]
-    assert "1 starts in a row ended without a checkpoint after step 20" in said[1]
+    assert "I the start before this one ended without a checkpoint after step 20" in said[1]
     assert "2 starts in a row" in said[2] and "each step is recorded and waited for" in said[2]
     # The third start has found the step, and the newest checkpoint may be to blame for it.
     assert "3 starts in a row ended without a checkpoint after step 20; the last one in step 23" in said[3]

@@ -108,4 +108,11 @@ def test_a_tokenizer_of_another_model_is_refused(base, tmp_path):
     small = write_model(tmp_path / "small", dataclasses.replace(MODEL, sizes=sizes))
     flags = ["--model.path", small, "--data.datasets.0.path", base / "texts.jsonl"]
     done = openpi_train(f"{RUNS}:sft", *flags, *places(tmp_path), OPENPI_TRAIN_HOME=str(base / "home"))
-    check(done, 3, "tokens", "the model 300 (sizes.vocab_size)", "the tokenizer that belongs to the model")
+    check(
+        done,
+        4,
+        "tokenizer.json belongs to another model",
+        "tokens",
+        "the model 300 (sizes.vocab_size)",
+        "the tokenizer that belongs to the model",
+    )
