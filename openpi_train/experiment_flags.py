@@ -85,7 +85,8 @@ def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experime
         if language is None or not goes_on or language.path != model_path:
             language = named_model(model_path)
         default = choice.on_model(default, language)
-    default = choice.with_rewards(with_own_warmup(of_one_length(default, argv), argv), argv)
+    default = of_one_length(default, argv)
+    default = choice.with_rewards(default if goes_on else with_own_warmup(default, argv), argv)
     # Blank lines between lines, which the help would join otherwise.
     about = registry.description(name).replace("\n", "\n\n")
     if shows_help:  # also shows the flags that have been removed
