@@ -42,7 +42,8 @@ def base(tmp_path_factory):
         timeout=300,
         check=False,
     )
-    check(done, 0, "starting 2 processes", "so one begins there", "2 rows x 2 devices", "0.000141421 = 0.0001 x 1.41421 (sqrt")
+    told = "starting 2 processes", "so one begins there", "2 rows x 2 devices", "0.000141421 = 0.0001 x 1.41421 (sqrt"
+    check(done, 0, *told)
     return base
 
 
