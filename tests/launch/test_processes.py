@@ -348,7 +348,10 @@ def start_run(folder: Path) -> tuple[subprocess.Popen, list[int]]:
     child = textwrap.dedent(RUN).replace('"training"', '"training", os.getpid()')
     process = launcher(child, folder, processes=2, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     files = [folder / f"process_{rank}.txt" for rank in range(2)]
-    wait_for(lambda: all(path.exists() and "training" in path.read_text() for path in files))
+    wait_for(
+        lambda: process.poll() is not None or all(path.exists() and "training" in path.read_text() for path in files)
+    )
+    assert process.poll() is None, process.communicate()
     return process, [int(path.read_text().partition("training ")[2].split()[0]) for path in files]
 
 
