@@ -27,6 +27,7 @@ from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
+from openpi_train.training.slow_hosts import SlowHosts
 
 STEPS, INTERVAL, ROWS = 8, 4, 8
 
@@ -104,6 +105,8 @@ def run(parts, tmp_path):
         profiler=Profiler(tmp_path / "profile", 2, 1, recorder.wait),
         step=0,
         crash_loop=CrashLoop(),
+        goodput=None,
+        slow_hosts=SlowHosts(),
         catch_up=nothing,
         stop_requested=nothing,
         evaluate=lambda step, state: True,
