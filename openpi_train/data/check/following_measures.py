@@ -61,6 +61,8 @@ def correlations(
     episode = np.repeat(np.arange(len(starts)), ends - starts)
     found = np.zeros((*norm.shape, len(lags)))
     for number, lag in enumerate(lags):
+        if abs(lag) >= len(one):  # no episode is as long
+            continue
         early, late = (slice(0, len(one) - abs(lag)), slice(abs(lag), len(one)))
         mine, theirs = (early, late) if lag >= 0 else (late, early)
         products = np.zeros(one.shape)

@@ -5,6 +5,7 @@ import pytest
 from made_episodes import ACTION, STATE, WRITERS, Hand, InMemory, Made, sound
 from test_fault_kinds import found
 
+from openpi_train.data.check import following_measures
 from openpi_train.data.formats import source_at
 from openpi_train.data.source import About
 
@@ -168,3 +169,13 @@ def test_an_arm_that_is_pushed_back_by_what_it_touches_is_not_inverted():
     pushed.state[:, 2] = 0.3
     pushed.action[:, 2] = 0
     assert "action inverted" not in found(InMemory(episodes))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_episodes_shorter_than_the_lags_have_correlations_of_what_there_is(length):
+    values = np.random.default_rng(0).normal(size=(length, 3))
+    values -= values.mean(axis=0)
+    found = following_measures.correlations(values, values, np.array([0]), np.array([length]), np.arange(-6, 9))
+    assert found.shape == (1, 3, 15) and np.isfinite(found).all()
+    assert np.allclose(found[0, :, 6], 1.0 if length > 1 else 0.0)
+    assert not found[0, :, 6 + length :].any()
