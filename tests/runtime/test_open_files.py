@@ -1,7 +1,6 @@
 """The limit of open files is raised at the start, and one that cannot be enough is told before the processes meet."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,10 @@ REPO = Path(__file__).resolve().parents[2]
 
 def run(code, soft, hard):
     """A process with these limits of open files."""
+    limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"'
     return subprocess.run(
-        [sys.executable, "-c", code],
+        ["bash", "-c", limited, "limited", sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(REPO)},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
         capture_output=True,
         text=True,
         timeout=120,
