@@ -146,7 +146,9 @@ def test_what_is_not_there_is_named_with_what_is(base, capsys, tmp_path):
 
 def test_the_documented_line_prints_a_metric_by_step(base):
     (line,) = re.findall(r"^    (python -c .*)$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    program = shlex.split(line)[2].replace("checkpoints/debug/x", str(base / "debug" / "stopped"))
+    program = shlex.split(line)[2].replace(
+        "checkpoints/pi0_bridge_traj_tiny/first_run", str(base / "debug" / "stopped")
+    )
     (base / "debug" / "stopped" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines_of(12)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["10", "2.0", "12", "0.5"]
