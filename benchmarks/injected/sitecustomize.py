@@ -5,12 +5,16 @@ A thread waits for `$DRILL_FAULTS/rank_<RANK>` and does once what is in there: a
 """
 
 import errno
+import functools
 import json
+import math
 import os
 import pathlib
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 _FOLDER = os.environ.get("DRILL_FAULTS", "")
 _POLL_S = 0.02
@@ -32,79 +36,61 @@ def _watch(place: pathlib.Path) -> None:
         time.sleep(_POLL_S)
 
 
-def _module(name: str):
-    return sys.modules.get(f"openpi_train.{name}")
+def _replace(module: str, path: str, harm: Callable[[], object], times: float) -> bool:
+    """Have the next `times` calls of a function of openpi_train do harm before the work; False: not imported yet."""
+    place: Any = sys.modules.get(f"openpi_train.{module}")
+    *owner, name = path.split(".")
+    for part in owner:
+        place = getattr(place, part, None)
+    function = getattr(place, name, None)
+    if function is None:
+        return False
+    left = [times]
+
+    def harmed(*arguments, **named):
+        if left[0] > 0:
+            left[0] -= 1
+            harm()
+        return function(*arguments, **named)
+
+    setattr(place, name, harmed)
+    return True
 
 
 def _next_step(text: str) -> bool:
     """The next call of the compiled step raises the runtime's own error, or hangs without a text."""
-    program = _module("training.program")
-    if program is None or not hasattr(program, "Programs"):
-        return False
-    import jax
-
-    call = program.Programs.__call__
-
-    def fail(self, *arguments):
-        program.Programs.__call__ = call
-        if not text:
-            time.sleep(_HANG_S)
-        raise jax.errors.JaxRuntimeError(text)
-
-    program.Programs.__call__ = fail
-    return True
+    return _replace("training.program", "Programs.__call__", lambda: _fail_in_jax(text) if text else _hang(), 1)
 
 
 def _next_save(text: str) -> bool:
     """Writing the next checkpoint fails with the error of this name, or hangs without one."""
-    copy_out = _module("training.checkpoints.copy_out")
-    if copy_out is None or not hasattr(copy_out, "ArrayWriter"):
-        return False
-    write = copy_out.ArrayWriter.write
-
-    def fail(self, *arguments):
-        copy_out.ArrayWriter.write = write
-        if not text:
-            time.sleep(_HANG_S)
-        raise _error(text)
-
-    copy_out.ArrayWriter.write = fail
-    return True
+    harm = functools.partial(_fail, text) if text else _hang
+    return _replace("training.checkpoints.copy_out", "ArrayWriter.write", harm, 1)
 
 
 def _reads(text: str) -> bool:
     """The next two times that a checkpoint is read through fail, as during a file server's failover."""
-    store = _module("training.checkpoints.checkpoint_store")
-    if store is None or not hasattr(store, "find_damage"):
-        return False
-    find, left = store.find_damage, [2]
-
-    def fail(*arguments, **named):
-        if left[0]:
-            left[0] -= 1
-            raise _error(text)
-        return find(*arguments, **named)
-
-    vars(store)["find_damage"] = fail
-    return True
+    return _replace("training.checkpoints.checkpoint_store", "find_damage", functools.partial(_fail, text), 2)
 
 
 def _deletions(text: str) -> bool:
     """Old checkpoints cannot be deleted by this process any more."""
-    dirs = _module("training.checkpoints.step_dirs")
-    if dirs is None or not hasattr(dirs, "_remove"):
-        return False
-
-    def fail(directory, attempts=5):
-        raise _error(text)
-
-    vars(dirs)["_remove"] = fail
-    return True
+    return _replace("training.checkpoints.step_dirs", "_remove", functools.partial(_fail, text), math.inf)
 
 
-def _error(name: str) -> OSError:
+def _hang() -> None:
+    time.sleep(_HANG_S)
+
+
+def _fail_in_jax(text: str) -> None:
+    import jax
+
+    raise jax.errors.JaxRuntimeError(text)
+
+
+def _fail(name: str) -> None:
     number = getattr(errno, name)
-    return OSError(number, os.strerror(number))
+    raise OSError(number, os.strerror(number))
 
 
 _KINDS = {"step": _next_step, "save": _next_save, "read": _reads, "delete": _deletions}

@@ -23,12 +23,13 @@ class Start:
     """One start of the run. `number` is 0 for the first; `in_vain` counts the starts without progress before it.
 
     `restarts` counts those since the last progress, of `Rules.max_restarts`. `missing`: hosts that earlier starts have
-    lost and that have not come back.
+    lost and that have not come back; `broken`: those whose hardware has failed, which are not asked.
     """
 
     arguments: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
     number: int = 0
     in_vain: int = 0
     restarts: int = 0
@@ -97,6 +98,7 @@ def after(start: Start, outcome: LaunchOutcome, rules: Rules) -> Start | None:
         arguments=resumed(start.arguments, has_saved=further) if outcome.status.opened else start.arguments,
         hosts=hosts,
         missing=missing,
+        broken=tuple(host for host in (*start.broken, *outcome.broken_hosts) if host in missing),
         number=start.number + 1,
         in_vain=0 if further else start.in_vain + 1,
         restarts=restarts + 1,
@@ -148,7 +150,8 @@ def _remaining(start: Start, outcome: LaunchOutcome, rules: Rules) -> tuple[tupl
     pool, number = rules.hosts or start.hosts, rules.num_hosts or len(rules.hosts or start.hosts)
     lost = [host for host in pool if host in (*start.missing, *outcome.lost_hosts)]
     # A host that was lost just now is asked, too: often a process is lost, and not its host.
-    back = [host for host in lost if host not in outcome.broken_hosts and rules.answers(host)] if lost else []
+    broken = (*start.broken, *outcome.broken_hosts)
+    back = [host for host in lost if host not in broken and rules.answers(host)]
     missing = tuple(host for host in lost if host not in back)
     left = tuple(host for host in pool if host not in missing)
     if len(left) >= number:

@@ -154,20 +154,13 @@ def begins(given: Experiment) -> bool:
 
 def devices_at_first(given: Experiment) -> int | None:
     """The number of devices at the first start of the run that `given` continues; None for a new run. All call it."""
-    starts: list[Any] = []
-    if jax.process_index() == 0 and given.resume:
-        with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
-            starts = _read(given.run_dir / "environment.json")["starts"]
+    starts = _starts(given)
     return agree.broadcast("devices at the first start", starts[0]["devices"]["count"] if starts else None)
 
 
 def last_devices(given: Experiment) -> dict[str, int] | None:
     """The numbers of devices and processes of the last start of the run; None for a new run. All call it."""
-    starts: list[Any] = []
-    if jax.process_index() == 0 and given.resume:
-        with contextlib.suppress(OSError, UsageError):
-            starts = _read(given.run_dir / "environment.json")["starts"]
-    last = starts[-1] if starts else None
+    last = next(reversed(_starts(given)), None)
     found = last and {"devices": last["devices"]["count"], "processes": last["process_count"]}
     return agree.broadcast("devices at the last start", found)
 
@@ -175,11 +168,17 @@ def last_devices(given: Experiment) -> dict[str, int] | None:
 def use_first_commits(given: Experiment) -> None:
     """Take from the hub what the run that `given` continues took at first, not what is newest. All must call it."""
     recorded: dict[str, str] = {}
+    for start in reversed(_starts(given)):
+        recorded |= start.get("hub", {})
+    hub.pin(agree.broadcast("commits on the hub", recorded))
+
+
+def _starts(given: Experiment) -> list[Any]:
+    """The recorded starts of the run that `given` continues, on process 0; none for a new run, and elsewhere."""
     if jax.process_index() == 0 and given.resume:
         with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
-            for start in reversed(_read(given.run_dir / "environment.json")["starts"]):
-                recorded |= start.get("hub", {})
-    hub.pin(agree.broadcast("commits on the hub", recorded))
+            return _read(given.run_dir / "environment.json")["starts"]
+    return []
 
 
 def check_commits() -> None:

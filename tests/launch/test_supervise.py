@@ -103,14 +103,13 @@ def test_hosts_that_come_back_and_spare_ones_are_used_again():
         # lost, of them with broken hardware, back before this start: hosts
         ("b", "b", "", "acde"),
         ("ae", "", "", "cdf"),
-        ("", "", "a", "acdf"),  # the one that is broken stays away
+        ("", "", "ab", "acdf"),  # the one that is broken answers, and stays away
         ("cdf", "", "cdf", "acdf"),  # they were lost, and answer at once
         ("acdf", "", "", "abcd"),  # nobody is left: all are tried again
     ]
     for lost, broken, answering, hosts in steps:
+        back.clear()
         back |= {*answering}
-        if not answering:
-            back.clear()
         outcome = LaunchOutcome(code=70, lost_hosts=(*lost,), broken_hosts=(*broken,))
         following = after(start, outcome, rules)
         assert following and following.hosts == (*hosts,), (lost, following)
