@@ -161,6 +161,7 @@ def test_a_save_that_fails_is_warned_of_and_several_end_the_run_for_a_restart(tm
     told = "W saving checkpoint 2 failed: OSError: [Errno 5] Input/output error. The run goes on without it"
     text = check(openpi_train(*run, *places(tmp_path)), code, told)
     assert ("saving checkpoint 6 failed" in text) == (code != DONE)
+    assert ("saving checkpoint 8 in" in text) == (code == DONE), "it ended at the third"
     saved = [path.parent.name for path in (tmp_path / "runs" / "small" / "x").glob("*/manifest.json")]
     assert ("10" in saved) == (code == DONE) and "2" not in saved
 
