@@ -61,8 +61,8 @@ class Launched:
         inside = os.pathsep.join([str(_INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {"PYTHONPATH": inside, "DRILL_FAULTS": str(self._faults), **environ}
         places = ["--exp-name", "x", "--checkpoint-base-dir", base / "runs", "--assets-base-dir", base / "assets"]
-        output = base.with_name(f"{base.name}-output")  # beside it: `base` may be a disk that fills up
-        words = [*launcher, "--devices-per-process", "1", "--log-dir", str(output), "--", *words]
+        self.output = base.with_name(f"{base.name}-output")  # beside it: `base` may be a disk that fills up
+        words = [*launcher, "--devices-per-process", "1", "--log-dir", str(self.output), "--", *words]
         self.lines: list[Line] = []
         self.started = time.monotonic()
         self.process = subprocess.Popen(
