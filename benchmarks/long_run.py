@@ -7,12 +7,14 @@ fitted with a line over the steps. Read next: `launched.py`, `long_run_small.py`
 
 import argparse
 import bisect
+import contextlib
 import dataclasses
 import itertools
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.launched import Launched
@@ -147,17 +149,20 @@ def files_of(directory: Path, output: Path) -> dict[str, float]:
     found = {"run directory, files": 0.0}
     kinds = {"logs": "logs", "tensorboard": "tensorboard", "metrics.jsonl": "metrics.jsonl", "time.jsonl": "time.jsonl"}
     sizes = dict.fromkeys((*kinds.values(), "checkpoints", "the rest"), 0.0)
-    for path in directory.rglob("*"):
-        try:
-            size = path.stat().st_size if path.is_file() else 0
-        except OSError:  # deleted meanwhile
-            continue
-        found["run directory, files"] += path.is_file()
+    for path, size in _files(directory):
+        found["run directory, files"] += 1
         top = path.relative_to(directory).parts[0]
         sizes[kinds.get(top, "checkpoints" if top.partition(".")[0].isdecimal() else "the rest")] += size / _MB
     found |= {f"{kind}, MB": size for kind, size in sizes.items()}
-    found["launcher's logs, MB"] = sum(path.stat().st_size for path in output.rglob("*") if path.is_file()) / _MB
-    return found
+    return {**found, "launcher's logs, MB": sum(size for _, size in _files(output)) / _MB}
+
+
+def _files(directory: Path) -> Iterator[tuple[Path, int]]:
+    """The files below it and their sizes, without what is deleted meanwhile."""
+    for folder, _, names in os.walk(directory):  # unlike `rglob`, it passes over folders that have gone
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(OSError):
+                yield path, path.lstat().st_size
 
 
 def row_of(what: str, points: Sequence[tuple[int, float]], num_steps: int) -> list[Cell]:
