@@ -21,7 +21,7 @@ from benchmarks.launched import Launched
 from benchmarks.report import Cell, Table
 
 EXPERIMENT = f"{Path(__file__).with_name('long_run_small.py')}:small"
-FLAGS = ("--batch-size", "4", "--keep-last", "3", "--eval.num-rows", "8", "--tensorboard")
+FLAGS = ("--batch-size", "4", "--keep-last", "3", "--keep-period", "None", "--eval.num-rows", "8", "--tensorboard")
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 # What a start still fills (caches, the allocator's pools) is not counted.
 _SETTLED = 0.2
