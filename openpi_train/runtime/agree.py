@@ -19,12 +19,13 @@ from openpi_train.runtime import phases
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
-# Enough for process 0 to read a checkpoint of a large model back for its checksums, on a slow file system.
+# Enough to read one's share of a large model's checkpoint, on a slow file system.
 DEFAULT_TIMEOUT_S = 1800.0
 _SLICE_S = 2.0  # between looks whether to tell who is missing
 # jax's own limit of a barrier must not expire first: it would fail for all, without saying who is missing.
 _BARRIER_SLACK_S, _LONGEST_BARRIER_S = 600.0, 30 * 24 * 3600.0
 _BARRIER = "openpi_train/agree"
+_LEFT = "openpi_train/left"
 
 _calls_made = 0
 _hosts: list[str] = []
@@ -82,6 +83,24 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     with _told(name):
         said = _said(call)
     return [_value_of(name, index, said[index]) for index in sorted(said)]
+
+
+def leave(name: str, value: Any) -> None:
+    """Leave a JSON value for `left_by_all`, from any thread; of each name only once. Raises PeerLostError."""
+    with _told(name):
+        _client().key_value_set(f"{_LEFT}/{name}/{_place()[0]}", json.dumps(value))
+
+
+def left_by_all(name: str) -> dict[int, Any]:
+    """What processes have left under a name, by their index, for one process, which takes it away.
+
+    It does not wait: the caller knows by something else that all of them have come. Raises PeerLostError.
+    """
+    folder = f"{_LEFT}/{name}/"
+    with _told(name):
+        left = _client().key_value_dir_get(folder)
+        _client().key_value_delete(folder)
+    return {int(key.rpartition("/")[2]): json.loads(said) for key, said in left}
 
 
 def _meet(name: str, value: Any, timeout_s: float) -> int:
