@@ -1,0 +1,1 @@
+"""Measurements of speed, printed as tables. `python -m benchmarks --help`; recorded results: `docs/benchmarks.md`."""
