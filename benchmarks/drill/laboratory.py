@@ -22,8 +22,8 @@ _PASSED_ON = ("XLA_FLAGS", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Laboratory:
-    """`folder` lies on this machine, and all hosts see it; `shared` is the disk for the runs. `disk` makes it misbehave,
-    None where it cannot. `missing` says what this machine does not permit, by name.
+    """`folder` lies on this machine, and all hosts see it; `shared` is the disk for the runs. `disk` makes it
+    misbehave, None where it cannot. `missing` says what this machine does not permit, by name.
     """
 
     folder: Path
