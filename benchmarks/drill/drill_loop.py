@@ -21,7 +21,7 @@ from openpi_train.faults import PREEMPTED
 # Of the first start, which compiles.
 _FIRST_START_S = 300.0
 # A fault may take as many usual starts, and this, beside the time until it is noticed.
-_STARTS, _SLACK_S = 3, 30.0
+_STARTS, _SLACK_S = 3, 60.0
 # A fault that strikes hosts may come back while the launcher tries: it is gone when the next start ends.
 _MOST_RESTARTS = 6
 # A run that goes on through a fault shows it by so many steps.

@@ -27,7 +27,7 @@ _FAST = ("--lr-schedule.peak-lr", "1e-2", "--lr-schedule.decay-lr", "1e-2", "--l
 
 EXPERIMENTS = {
     "imitation": Drilled(
-        (SMALL, "--batch-size", "8", "--save-interval", "10", "--eval.interval", "15", *_KEPT),
+        (SMALL, "--batch-size", "8", "--save-interval", "10", "--eval.interval", "15", *_KEPT, *_FAST),
         save_interval=10,
     ),
     "language": Drilled(

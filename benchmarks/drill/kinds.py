@@ -1,8 +1,8 @@
 """The kinds of faults, their weights, and what is expected of each. Read next: `drill_loop.py`, which makes them.
 
 A kind is a harm in windows of the program. Shares are roughly those of the logs of real clusters: half of the faults
-are of GPUs (in the words of jaxlib's errors), an eighth of the network, a tenth each of hosts and of programs, a twentieth
-of storage, and the rest are requests to stop.
+are of GPUs (in the words of jaxlib's errors), an eighth of the network, a tenth each of hosts and of programs, a
+twentieth of storage, and the rest are requests to stop.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ KINDS = {
     "host: kill -9 of a process": _signal(3, signal.SIGKILL),
     "program: segmentation fault": _signal(3, signal.SIGSEGV),
     "program: bus error": _signal(1, signal.SIGBUS),
-    "program: abort": _signal(2, signal.SIGABRT),
+    "program: abort": _signal(2, signal.SIGABRT, harm="abort", codes=_KILLED | {PEER_LOST}),
     "program: hang": Kind(
         weight=2,
         harm="hang",

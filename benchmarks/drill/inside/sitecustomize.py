@@ -98,6 +98,12 @@ def _signal(number: int) -> Callable[[], object]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def _abort(value: object) -> Callable[[], object]:
+    """End as a failed check in C++ does."""
+    del value
+    return lambda: ctypes.CDLL(None).abort()
+
+
 def _hang(value: object) -> Callable[[], object]:
     del value
     return lambda: time.sleep(_HANG_S)
@@ -170,6 +176,7 @@ def _lose_devices(value: object) -> Callable[[], object]:
 
 _HARMS: dict[str, Callable[[Any], Callable[[], object]]] = {
     "signal": _signal,
+    "abort": _abort,
     "hang": _hang,
     "hold": _hold,
     "memory": _fill_memory,
