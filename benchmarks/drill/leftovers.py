@@ -4,10 +4,11 @@ Read next: `drill_loop.py`, which asks after each fault.
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.drill import run_processes
@@ -21,8 +22,9 @@ _DRAFT = re.compile(r"(\d+)\.(saving|deleting|damaged|interrupted|passed-over).*
 _LISTENER = re.compile(r'\S+:(\d+)\s.*?\("([^"]+)",pid=(\d+)')
 # Of a host's /tmp: the launcher's status files, and the run's own local saves.
 _TEMPORARY = re.compile(r"openpi_train_\w+")
-# What a start may hold more than the first: connections and threads that come and go, and memory that is kept.
-_MORE = Footprint(files=16, threads=16, memory_bytes=150 << 20)
+# What a start may hold more than the first, at least for a moment of so many: Orbax has event loops and files of
+# its own for each save, which go with the next collection of garbage.
+_MORE, _SAMPLES, _PAUSE_S = Footprint(files=40, threads=16, memory_bytes=150 << 20), 8, 0.2
 _MORE_OF_LAUNCHER = Footprint(files=4, threads=4, memory_bytes=30 << 20)
 
 
@@ -66,7 +68,8 @@ class Baseline:
     def _growth(self) -> list[str]:
         found = []
         for rank, now in _footprints(self._run).items():
-            found += _more(f"process {rank}", self._processes.get(rank, now), now, _MORE)
+            more = _more(f"process {rank}", self._processes.get(rank, now), now, _MORE)
+            found += more + ([run_processes.open_files(self._run.present()[rank].pid)] if more else [])
         launcher = run_processes.footprint(self._run.launched.process.pid)
         if launcher and self._launcher:
             found += _more("the launcher", self._launcher, launcher, _MORE_OF_LAUNCHER)
@@ -74,8 +77,18 @@ class Baseline:
 
 
 def _footprints(run: Running) -> Mapping[int, Footprint]:
-    found = {rank: run_processes.footprint(one.pid) for rank, one in run.present().items()}
-    return {rank: held for rank, held in found.items() if held is not None}
+    """The least that each process has held during some saves, by rank."""
+    found: dict[int, list[Footprint]] = {rank: [] for rank in run.present()}
+    for _ in range(_SAMPLES):
+        for rank, one in run.present().items():
+            if (held := run_processes.footprint(one.pid)) is not None:
+                found[rank].append(held)
+        time.sleep(_PAUSE_S)
+    return {rank: _least(samples) for rank, samples in found.items() if samples}
+
+
+def _least(samples: Sequence[Footprint]) -> Footprint:
+    return Footprint(*(min(values) for values in zip(*map(dataclasses.astuple, samples), strict=True)))
 
 
 def _old(run: Running, now: Collection[int]) -> list[RunProcess]:

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +49,15 @@ def find(hosts: Sequence[Host]) -> list[RunProcess]:
                 rank = int(environ[b"RANK"])
                 found.append(RunProcess(host=index, pid=pid, rank=rank, token=token, began=int(fields[18])))
     return found
+
+
+def open_files(pid: int) -> str:
+    """What a process has open, the most frequent first."""
+    found: Counter[str] = Counter()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[re.sub(r"\d+", "N", os.readlink(path))] += 1
+    return ", ".join(f"{count} x {name}" for name, count in found.most_common())
 
 
 def footprint(pid: int) -> Footprint | None:
