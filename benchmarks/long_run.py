@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.launched import Launched
+from benchmarks.launched import Launched, last_step, launch, places
 from benchmarks.report import Cell, Table
 
 EXPERIMENT = f"{Path(__file__).with_name('long_run_small.py')}:small"
@@ -91,11 +91,13 @@ def watch(base: Path, flags: argparse.Namespace) -> list[Sample]:
     words += ("--eval.interval", str(2 * flags.save_interval), "--num-workers", str(flags.workers))
     words += ("--log-interval", str(min(20, flags.save_interval // 4)))
     samples: list[Sample] = []
-    with Launched(base, ("--processes", str(flags.processes)), words) as run:
+    output, directory = base.with_name("output"), base / "runs" / "small" / "x"
+    launcher = ("--processes", flags.processes, "--devices-per-process", 1, "--log-dir", output)
+    with Launched(launch("local", *launcher, "--", *words, *places(base)), {}) as run:
         deadline = time.monotonic() + _TIMEOUT_S
         while run.process.poll() is None and time.monotonic() < deadline:
-            if step := run.last_step():
-                samples.append(Sample(step, {**held_by(run), **files_of(run.directory, run.output)}))
+            if step := last_step(directory):
+                samples.append(Sample(step, {**held_by(run.process.pid), **files_of(directory, output)}))
             time.sleep(flags.every_s)
         code = run.end(timeout_s=60)
         if code or not samples:
@@ -104,11 +106,12 @@ def watch(base: Path, flags: argparse.Namespace) -> list[Sample]:
     return [sample for sample in samples if len(sample.held) == most]
 
 
-def held_by(run: Launched) -> dict[str, float]:
-    """What the processes of a run and its launcher hold."""
+def held_by(launcher: int) -> dict[str, float]:
+    """What the processes of a run and its launcher, of this number, hold."""
     children = _children()
-    processes = {f"process {rank}": _family(pid, children) for rank, pid in sorted(run.processes().items())}
-    processes["launcher"] = [run.process.pid]
+    ranks = {_rank(pid): pid for pid in children.get(launcher, ())}
+    processes = {f"process {rank}": _family(pid, children) for rank, pid in sorted(ranks.items()) if rank}
+    processes["launcher"] = [launcher]
     held: dict[str, float] = {}
     for who, pids in processes.items():
         found = [of_one for pid in pids if (of_one := _of_process(pid)) is not None]
@@ -126,6 +129,15 @@ def _of_process(pid: int) -> tuple[float, ...] | None:
         return resident, proportional, *counts, (folder / "maps").read_bytes().count(b"\n")
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _rank(pid: int) -> str:
+    """The rank of a training process; empty if it is none, or ends now."""
+    with contextlib.suppress(OSError):
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if word.startswith(b"RANK="):
+                return word[5:].decode()
+    return ""
 
 
 def _children() -> dict[int, list[int]]:

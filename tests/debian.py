@@ -16,6 +16,7 @@ PACKAGES = {
     "ip": ("iproute2",),
     "sshd": ("openssh-server", "openssh-client"),
     "chromium": ("chromium",),
+    "fusermount3": ("fuse3",),
 }
 
 
