@@ -100,7 +100,7 @@ class Drill:
     def _one(self, names: Sequence[str]) -> Survived:
         """Inject one fault, and others while it is being mended; wait until the run trains again, and judge."""
         run, kinds = self.run, [KINDS[name] for name in names]
-        before = self._await_checkpoint(after=max(run.checkpoints(), default=0))
+        before = run.checkpoints()[-1]
         token = self._await(self._whole, _FIRST_START_S, "the run has lost processes before the fault")
         time.sleep(self._rng.uniform(0.0, 1.0))
         first, heard = run.launched, len(run.lines)

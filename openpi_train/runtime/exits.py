@@ -24,7 +24,7 @@ from openpi_train.faults import (
     PREEMPTED,
     USAGE,
 )
-from openpi_train.runtime import logs
+from openpi_train.runtime import logs, phases
 from openpi_train.runtime.gpu_health import gpu_faults
 
 logger = logging.getLogger(__name__)
@@ -173,6 +173,9 @@ _HARDWARE_SIGNS = (
     "CUDA_ERROR_CONTAINED",
     "uncorrectable ECC error",
 )
+# Memory that was enough for the steps before is not the program's fault: another one may have taken some, or what is
+# free lies in pieces.
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -184,6 +187,8 @@ def exit_code_of(error: BaseException) -> int:
             return INTERRUPTED
         from_runtime = isinstance(cause, RuntimeError | ValueError | OSError)
         if from_runtime and any(sign in str(cause) for sign in _HARDWARE_SIGNS):
+            return HARDWARE
+        if from_runtime and _NO_MEMORY in str(cause) and phases.has_taken_first_steps():
             return HARDWARE
         if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
             return PEER_LOST

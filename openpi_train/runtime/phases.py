@@ -160,6 +160,11 @@ def limit_s() -> float | None:
     return max(_current.least_s or _timeouts.phase_s, learned_s(_kind(_current)))
 
 
+def has_taken_first_steps() -> bool:
+    """Whether this start has shown that its steps can be taken."""
+    return len(_step_durations_s) >= FIRST_STEPS
+
+
 def learned_s(name: str) -> float:
     """The limit of a phase that follows from this run's own times; 0 before the first."""
     return _TIMES_THE_USUAL * _longest_s.get(name, 0.0)
