@@ -22,6 +22,8 @@ from openpi_train.runtime.waiting import Wait
 # Enough for process 0 to read a checkpoint of a large model back for its checksums, on a slow file system.
 DEFAULT_TIMEOUT_S = 1800.0
 _SLICE_S = 2.0  # between looks whether to tell who is missing
+# For what process 0 has said already. Python carries it there (`tunnel.py`), and may be in C code for some seconds.
+_ANSWER_S = 300.0
 # jax's own limit of a barrier must not expire first: it would fail for all, without saying who is missing.
 _BARRIER_SLACK_S, _LONGEST_BARRIER_S = 600.0, 30 * 24 * 3600.0
 _BARRIER = "openpi_train/agree"
@@ -63,7 +65,7 @@ def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S
         return json.loads(json.dumps(value))
     call = _meet(name, value if process_index == 0 else None, timeout_s)
     with _told(name):
-        said = _client().blocking_key_value_get(_key(call, 0), int(1000 * _SLICE_S))
+        said = _client().blocking_key_value_get(_key(call, 0), int(1000 * _ANSWER_S))
     return _value_of(name, 0, said)
 
 
@@ -131,7 +133,8 @@ def _told(name: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
+        where = f"process 0 on {_hosts[0]}" if _hosts else "process 0"
+        raise PeerLostError(f"the coordination service of {where} failed at {name!r}: {brief(error)}") from error
 
 
 def _said(call: int) -> dict[int, str]:

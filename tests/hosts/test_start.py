@@ -14,7 +14,7 @@ from runs.command import ROOT, losses, train
 from openpi_train.launch.spec import DEFAULT_PORT
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-RENDEZVOUS = f"port {DEFAULT_PORT + 1}"
+RENDEZVOUS = f"port {DEFAULT_PORT}"
 # Python's clock a day and a half ahead. The kernel's cannot differ between namespaces, so C++ code is not fooled.
 OTHER_CLOCK = """
 import time
@@ -61,7 +61,7 @@ def test_strangers_on_the_rendezvous_port_and_a_host_with_another_clock_change_n
 ):
     (tmp_path / "sitecustomize.py").write_text(OTHER_CLOCK)
     first = fleet.manual(0, *RUN, *CUT, hosts=2)
-    until(lambda: f":{DEFAULT_PORT + 1} " in network.hosts[0].run("ss", "-ltn"), [first])
+    until(lambda: f":{DEFAULT_PORT} " in network.hosts[0].run("ss", "-ltn"), [first])
     with talking(network, b""):
         for garbage in (
             b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n",
@@ -81,7 +81,7 @@ def test_strangers_on_the_rendezvous_port_and_a_host_with_another_clock_change_n
 def talking(network, what: bytes) -> Iterator[None]:
     """A program at the desk that says `what` to the rendezvous port, and stays until the end of the block."""
     program = (
-        f"import socket; s = socket.create_connection(('node0', {DEFAULT_PORT + 1}))\n"
+        f"import socket; s = socket.create_connection(('node0', {DEFAULT_PORT}))\n"
         f"try: s.sendall({what[:100]!r} * {max(1, len(what) // 100)})\n"
         "except OSError: pass\n"
         "print('said', flush=True); input()"
