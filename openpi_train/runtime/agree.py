@@ -3,7 +3,8 @@
 Everything goes through jax's coordination service, so it works without devices, files or a compiled program: each
 process sets a key, all wait at a barrier, and each reads the keys of all at once. Each call is named; all
 processes must make the same calls in the same order, from the main thread. If processes are at different names, the
-call fails at once; if a process does not come, it names the missing ones after the time-out.
+call fails at once; if a process does not come, it names the missing ones after the time-out. `tell` and `heard` are for
+other threads, which have no order.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ _SLICE_S = 2.0  # between looks whether to tell who is missing
 # jax's own limit of a barrier must not expire first: it would fail for all, without saying who is missing.
 _BARRIER_SLACK_S, _LONGEST_BARRIER_S = 600.0, 30 * 24 * 3600.0
 _BARRIER = "openpi_train/agree"
+_TOLD = "openpi_train/told/"
 
 _calls_made = 0
 _hosts: list[str] = []
@@ -82,6 +84,26 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     with _told(name):
         said = _said(call)
     return [_value_of(name, index, said[index]) for index in sorted(said)]
+
+
+def tell(name: str, value: Any) -> None:
+    """Say `value` under a name of its own, for `heard` on other processes; from any thread, and without waiting."""
+    if _place()[1] > 1:
+        with _told(name):
+            _client().key_value_set(f"{_TOLD}{name}", json.dumps(value))
+
+
+def heard(name: str, timeout_s: float) -> Any:
+    """What another process tells under this name; from any thread. Raises PeerLostError if it does not in time."""
+    with _told(name):
+        return json.loads(_client().blocking_key_value_get(f"{_TOLD}{name}", int(1000 * timeout_s)))
+
+
+def forget(name: str) -> None:
+    """Delete what was told under this name, and under those that it is the folder of."""
+    if _place()[1] > 1:
+        with _told(name):
+            _client().key_value_delete(f"{_TOLD}{name}")
 
 
 def _meet(name: str, value: Any, timeout_s: float) -> int:

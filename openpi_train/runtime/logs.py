@@ -120,5 +120,7 @@ def _add(root: logging.Logger, handler: logging.Handler) -> None:
 def _quiet_libraries(record: logging.LogRecord) -> bool:
     # Orbax and jax log several INFO lines per save, which belong in the file. absl also forwards Orbax's warnings about
     # intended states (an item of a checkpoint has no metadata of its own).
-    least = logging.ERROR if record.name == "absl" else logging.WARNING
-    return record.levelno >= least or record.name.startswith(("openpi_train", "__main__"))
+    # Errors of threads and tasks of a save are raised by the save, too.
+    if record.name in ("absl", "asyncio"):
+        return record.levelno >= logging.ERROR and record.exc_info is None
+    return record.levelno >= logging.WARNING or record.name.startswith(("openpi_train", "__main__"))

@@ -16,16 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from openpi_train.nn.params import nested_params
 from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 
-# Orbax's time-out of a save. Its default of 600 s is short for shared file systems.
-_TIMEOUT_S = 3600
 _NICENESS = 10
 
 
@@ -100,38 +98,40 @@ def host_arrays(items: Mapping[str, Leaves], source: PieceSource) -> dict[str, L
 
 
 class ArrayWriter:
-    """Writes the arrays of checkpoints with these items, from any thread, one at a time. One on every process."""
+    """Writes the arrays of checkpoints with these items, from any thread, one at a time. One on every process.
+
+    Orbax's handlers write a process's part without a word to the others. Its `AsyncCheckpointer` would have them wait
+    for one that could not write, for as long as that lives.
+    """
 
     def __init__(self, *items: str):
-        # With `active_processes`, Orbax synchronises by jax's coordination service, otherwise by a computation on all
-        # devices.
-        processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
         dispatcher: Any = _Dispatcher()
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, dispatcher=dispatcher)
         registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler))
-        writers: dict[str, Any] = {
-            item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=processes)
-            for item in items
-        }
-        together = ocp.CompositeOptions(multiprocessing_options=processes)
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(composite_options=together, **writers),
-            async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S),
-            multiprocessing_options=processes,
-        )
+        self._handlers = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in items}
+
+    def begin(self, directory: Path) -> None:
+        """Make the folders of the items, on one process, before any writes."""
+        for item in self._handlers:
+            (directory / item).mkdir()
 
     def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> None:
-        """Write the result of `host_arrays` and release `source`. Returns when all processes have written."""
-        trees = {item: ocp.args.PyTreeSave(nested_params(leaves)) for item, leaves in arrays.items()}
+        """Write this process's part of the result of `host_arrays`, and release `source`."""
         try:
-            self._orbax.save(directory, args=ocp.args.Composite(**trees))
-            self._orbax.wait_until_finished()
+            for item, leaves in arrays.items():
+                self._handlers[item].save(epath.Path(directory / item), args=ocp.args.PyTreeSave(nested_params(leaves)))
         finally:
             source.release()
 
+    def finish(self, directory: Path) -> None:
+        """Join the parts, on one process, once all have written."""
+        for item, handler in self._handlers.items():
+            handler.finalize(epath.Path(directory / item))
+
     def close(self) -> None:
         """End Orbax's threads."""
-        self._orbax.close()
+        for handler in self._handlers.values():
+            handler.close()
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:
