@@ -62,9 +62,11 @@ def dump_stacks() -> None:
 
 
 def keep_traceback(error: BaseException) -> bool:
-    """Write the traceback of `error` to this process's log file; returns whether there is one."""
+    """Write the traceback of `error` to this process's log file, if it can be written; returns whether there is one."""
     files = _files()
     for file in files:
+        if file.problem is not None:  # what it does not take in the end is shown on the terminal
+            continue
         file.write("raised here:\n" + "".join(traceback.format_exception(error)))
     return bool(files)
 
