@@ -26,6 +26,7 @@ from openpi_train.faults import (
 )
 from openpi_train.runtime import logs, phases
 from openpi_train.runtime.gpu_health import gpu_faults
+from openpi_train.runtime.system_errors import is_of_storage, passes
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +99,16 @@ class Preempted(RunError):
 
 @contextlib.contextmanager
 def reported_as(kind: type[RunError]) -> Iterator[None]:
-    """Report errors of reading the user's files as `kind`, without a traceback."""
+    """Report errors of reading the user's files as `kind`, without a traceback; those that pass as StorageError."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise kind(str(error)) from error
+        raise kind_for(error, kind)(str(error)) from error
+
+
+def kind_for(error: BaseException, kind: type[RunError]) -> type[RunError]:
+    """`kind`, but StorageError for an error that may be over a moment later, whatever the file: a restart helps."""
+    return StorageError if any(map(passes, causes(error))) else kind
 
 
 class Together:
@@ -132,7 +138,9 @@ class Together:
         told = [text for text in texts if not any(text != other and text in other for other in texts)]
         # Indivisible alone says that fewer hosts help.
         first = next((error for error in ordered if not isinstance(error, IndivisibleError)), ordered[0])
-        kind = next((kind for kind in (DataError, CheckpointError) if isinstance(first, kind)), UsageError)
+        kind = next(
+            (kind for kind in (StorageError, DataError, CheckpointError) if isinstance(first, kind)), UsageError
+        )
         raise kind("\n".join(told)) from first
 
 
@@ -192,6 +200,8 @@ def exit_code_of(error: BaseException) -> int:
             return HARDWARE
         if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
             return PEER_LOST
+        if is_of_storage(cause):
+            return StorageError.exit_code
     return BUG
 
 
@@ -253,6 +263,11 @@ def _report(error: BaseException, code: int) -> None:
     elif isinstance(error, RunError):
         logs.keep_traceback(error)
         logger.error("%s", error)
+    elif any(map(is_of_storage, causes(error))):
+        kept = logs.keep_traceback(error)
+        logger.error(
+            "a file system failed (%s): start again with --resume", brief(error), exc_info=None if kept else error
+        )
     elif code == PEER_LOST:
         kept = logs.keep_traceback(error)
         logger.error(

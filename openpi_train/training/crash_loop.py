@@ -121,8 +121,11 @@ def _counted(directory: pathlib.Path, newest: int) -> CrashLoop:
     """What is recorded, with this start added to the record."""
     try:
         before = CrashLoop(**read_json(directory / NAME))
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError):
         before = CrashLoop(highest=newest)
+    except OSError as error:  # it may pass: what is recorded stays, without this start
+        logger.warning("this start is not counted: %s", error)
+        return CrashLoop(highest=newest)
     if newest > before.highest:
         before = CrashLoop(highest=newest)
     _write(directory, dataclasses.replace(before, in_vain=before.in_vain + 1))

@@ -43,7 +43,7 @@ def require_owned(directory: pathlib.Path) -> None:
     """
     if _path(directory) in _claimed:
         path = _path(directory)
-        _compare(path, patiently(lambda: _read(path), f"reading {path}"))
+        patiently(lambda: _compare(path, _read(path)), f"reading {path}")
 
 
 def require_owned_if_readable(directory: pathlib.Path) -> None:
