@@ -1,6 +1,7 @@
 """A launcher and its run, observed from outside: its lines and its end. Read next: `startup.py`, `drill/running.py`."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from benchmarks.report import ROOT
 
 DEBUG, SMALL = "debug", f"{Path(__file__).with_name('launched_small.py')}:small"
 _POLL_S = 0.02
+_TAIL_BYTES = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,17 @@ def launch(kind: str, *words: object) -> list[str]:
 def places(base: Path) -> list[str]:
     """The flags that keep a run inside `base`."""
     return ["--exp-name", "x", "--checkpoint-base-dir", f"{base}/runs", "--assets-base-dir", f"{base}/assets"]
+
+
+def last_step(directory: Path) -> int:
+    """The last step with a complete line in the `metrics.jsonl` of a run directory; 0 if there is none."""
+    try:
+        with (directory / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return max((int(json.loads(line)["step"]) for line in lines if line.startswith(b'{"step"')), default=0)
 
 
 class Launched:

@@ -1,7 +1,6 @@
 """A run under `launch ssh` on the hosts of a laboratory, observed from outside. Read next: `drill_loop.py`."""
 
 import json
-import os
 import re
 import signal
 from collections.abc import Sequence
@@ -12,14 +11,13 @@ from benchmarks.drill import run_processes
 from benchmarks.drill.experiments import Drilled
 from benchmarks.drill.laboratory import Laboratory
 from benchmarks.drill.run_processes import RunProcess
-from benchmarks.launched import Launched, Line, launch, places
+from benchmarks.launched import Launched, Line, last_step, launch, places
 
 STEP = re.compile(r" I step (\d+)/")
 CONTINUING = re.compile(r" I continuing from step (\d+) of ")
 # The launcher's line when it restarts the run: the first failure, in words.
 AGAIN = re.compile(r"^starting again in .*?: (.*)")
 CODE = re.compile(r"exit code (\d+)")
-_TAIL_BYTES = 1 << 14
 # The hosts are slower than real ones, and so are their watchdogs' limits shorter.
 TIMEOUTS = ("--timeouts.lost-s", "15", "--timeouts.stuck-s", "12", "--timeouts.phase-s", "60")
 TIMEOUTS += ("--timeouts.rendezvous-s", "90", "--timeouts.data-s", "90", "--timeouts.handshake-s", "60")
@@ -85,13 +83,7 @@ class Running:
 
     def last_step(self) -> int:
         """The last step with a complete line in `metrics.jsonl`."""
-        try:
-            with (self._behind(self.directory) / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                lines = file.read().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return 0
-        return max((int(json.loads(line)["step"]) for line in lines if line.startswith(b'{"step"')), default=0)
+        return last_step(self.files())
 
     def files(self) -> Path:
         """The run directory, as the disk has it, also while that misbehaves."""

@@ -45,8 +45,8 @@ def crowd(*addresses: str) -> None:
         for _, said in zip(range(HELD), itertools.cycle(SAID), strict=False):
             with contextlib.suppress(OSError):  # its queue is full, or it has heard enough
                 held.append(connect(address))
-                held[-1].settimeout(0.2)
-                held[-1].sendall(said)
+                held[-1].setblocking(False)
+                held[-1].send(said)
         for _ in range(PASSING):
             with contextlib.suppress(OSError):
                 connect(address).close()

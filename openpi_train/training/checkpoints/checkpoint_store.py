@@ -5,7 +5,7 @@
                  assets/<asset_id>/norm_stats.json
                  tokenizer/     its files, so that the checkpoint answers wherever it is copied to
                  meta.json      step, data position, experiment, versions, dtype and shape of every leaf
-                 manifest.json  size and crc32 of every file, written last (`manifest.py`)
+                 manifest.json  size and crc32 of every file, written last (`manifest.py`); each process sums up its own
     <run>/<step>.saving         the same until it is complete; then it gets its name
     <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
 
@@ -347,21 +347,33 @@ class Checkpoints:
     ) -> None:
         """In the background: write the arrays, complete the checkpoint, then delete old ones."""
         draft = self._dirs.draft(step)
-        self._writer.write(draft, arrays, source)
+        known = self._writer.write(draft, arrays, source)
         if not self._is_writer:
             return
         beside(draft)
-        size = write_manifest(draft)
+        size = write_manifest(draft, known)
         self._dirs.commit(step)
         preempt.note_save(step, time.monotonic() - started, size)
         self._dirs.note_complete(step)
 
     def _damage(self, step: int) -> str:
-        """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files."""
+        """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files.
+
+        Raises on every process, if none has found damage and one cannot read its share: StorageError where that may
+        pass, otherwise CheckpointError.
+        """
         directory, share, shares = self.step_dir(step), jax.process_index(), jax.process_count()
-        with reported_as(CheckpointError):  # no permission: neither damage, nor will it pass
-            damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
-        return next((text for text in agree.gather(f"verify checkpoint {step}", damage) if text), "")
+        damage, obstacle = "", None
+        try:
+            with reported_as(CheckpointError):  # no permission: neither damage, nor will it pass
+                damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
+        except (CheckpointError, StorageError) as error:
+            obstacle = [str(error), isinstance(error, StorageError)]
+        everyone = agree.gather(f"verify checkpoint {step}", [damage, obstacle])
+        found = next((damage for damage, _ in everyone if damage), "")
+        for text, may_pass in [obstacle for _, obstacle in everyone if obstacle and not found]:
+            raise (StorageError if may_pass else CheckpointError)(text)
+        return found
 
     def _require_whole(self, step: int) -> None:
         """Raise CheckpointError, on every process, unless every process finds this checkpoint complete."""

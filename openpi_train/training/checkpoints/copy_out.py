@@ -8,6 +8,7 @@ Read next: `pieces.py` (what is written from where), `checkpoint_store.py` (whic
 
 import concurrent.futures
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -20,13 +21,17 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from openpi_train.interop.manifest import Sums, sums
 from openpi_train.nn.params import nested_params
+from openpi_train.runtime import agree
 from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 
 # Orbax's time-out of a save. Its default of 600 s is short for shared file systems.
 _TIMEOUT_S = 3600
 _NICENESS = 10
+# What Orbax adds to the names of folders until they are complete, and where in an item a process writes its arrays.
+_UNFINISHED, _FOLDER = ".orbax-checkpoint-tmp", "ocdbt.process_{}"
 
 
 class PieceSource:
@@ -114,20 +119,47 @@ class ArrayWriter:
             for item in items
         }
         together = ocp.CompositeOptions(multiprocessing_options=processes)
+        self._barrier = ocp.multihost.get_barrier_sync_fn(processes=processes.active_processes)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(composite_options=together, **writers),
-            async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S),
+            async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._sum_and_meet),
             multiprocessing_options=processes,
         )
+        self._items, self._writing, self._numbers = items, None, itertools.count()
 
-    def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> None:
-        """Write the result of `host_arrays` and release `source`. Returns when all processes have written."""
+    def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> dict[str, Sums]:
+        """Write the result of `host_arrays` and release `source`. Returns when all processes have written.
+
+        Returns on process 0 the sums of what each of several processes has written, by its folders in `directory`.
+        """
         trees = {item: ocp.args.PyTreeSave(nested_params(leaves)) for item, leaves in arrays.items()}
+        name = f"sums of save {next(self._numbers)}"
+        self._writing = directory, name
         try:
             self._orbax.save(directory, args=ocp.args.Composite(**trees))
             self._orbax.wait_until_finished()
         finally:
             source.release()
+        if jax.process_index() > 0 or jax.process_count() == 1:
+            return {}
+        everyone = agree.left_by_all(name).values()
+        return {folder: inside for folders in everyone for folder, inside in folders.items()}
+
+    def _sum_and_meet(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier. At the first of a save a process has written its arrays, and nobody moves them yet.
+
+        Each process sums up its own files here: while they are in its host's memory, before the checkpoint is complete,
+        and under the names that it has opened itself, as a file server may not show it new ones for a while.
+        """
+        if self._writing is not None:
+            (directory, name), self._writing = self._writing, None
+            unfinished = directory.with_name(f"{directory.name}{_UNFINISHED}")
+            folder, found = _FOLDER.format(jax.process_index()), {}
+            for item in self._items:
+                if (place := unfinished / f"{item}{_UNFINISHED}" / folder).is_dir():
+                    found[f"{item}/{folder}"] = sums(place)
+            agree.leave(name, found)
+        self._barrier(key=key, timeout_ms=timeout_ms)
 
     def close(self) -> None:
         """End Orbax's threads."""
