@@ -138,13 +138,16 @@ class Drill:
         """The fault, which waits from now on for its victim to come to its window."""
         window = self._rng.choice(possible_windows(kind, self._drilled, is_next=is_next))
         rank = 0 if WINDOWS[window].of_process_0 else self._rng.randrange(self._num_hosts)
-        return Scene(lab=self._lab, run=self.run, rng=self._rng, rank=rank, window=window, token=token, is_next=is_next)
+        scene = Scene(
+            lab=self._lab, run=self.run, rng=self._rng, rank=rank, window=window, token=token, is_next=is_next
+        )
+        scene.arm(kind.harm, kind.value, kind.times)
+        return scene
 
     @contextlib.contextmanager
     def _struck(self, scene: Scene, kind: Kind) -> Any:
-        """Do the harm; yields when. It is mended at the end of the block, where that is the drill's part."""
+        """Once the harm is done, yields when. It is mended at the end of the block, if that is the drill's part."""
         armed, rank = self._lab.armed, scene.rank
-        scene.arm(kind.harm, kind.value, kind.times)
         limit_s = self._bound_s([kind]) + _FIRST_START_S * scene.is_next
         self._await(lambda: armed.fired(rank) is not None, limit_s, f"process {rank} never came to {scene.window!r}")
         scene.fired = fired = armed.fired(rank)
