@@ -32,6 +32,7 @@ BENCHMARKS = {
     "serving": "the policy server under openpi's own client: latency, throughput, and 1,000 bad messages",
     "serving_texts": "the text server under OpenAI's client: tokens/s, latency, and 1,000 hostile requests",
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",
+    "long_run": "memory, descriptors, threads and files of processes during a run of 100,000 small steps",
     "vla_runs": "all ways to train a VLA, at small size: 2 processes x 2 devices under zero3, resumed on 1 device",
     "fault_drill": "random faults during a run: the seconds and steps each costs, and whether the result is the same",
 }

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.launched import DEBUG, SMALL, Launched
+from benchmarks.launched import DEBUG, SMALL, Launched, launch, places
 from benchmarks.report import Cell, Spread, Table
 
 NUM_WARM = 3
@@ -71,7 +71,9 @@ def _start(folder: Path, experiment: str, num_processes: int, number: int) -> li
     words += ("--num-train-steps", "1000", "--save-interval", "1000")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
     seconds, place = [], -1
-    with Launched(folder / str(number), ("--processes", str(num_processes)), words, **cache) as run:
+    launcher = ("--processes", num_processes, "--devices-per-process", 1, "--log-dir", folder / f"{number}-output")
+    command = launch("local", *launcher, "--", *words, *places(folder / str(number)))
+    with Launched(command, cache) as run:
         last = run.started
         for part, pattern in PARTS.items():
             found = run.await_place(pattern, TIMEOUT_S, place + 1)

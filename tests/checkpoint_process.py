@@ -3,6 +3,8 @@
 python checkpoint_process.py save|restore|restore-older|full|refused|beside <directory> <process> <processes> <port>
 python checkpoint_process.py die <directory> <moment>
 python checkpoint_process.py fill <directory>
+
+The first form writes a line "read <path>" for each file that it reads for a checksum.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from openpi_train.interop import manifest
 from openpi_train.runtime.exits import CheckpointError, StorageError
 from openpi_train.training.checkpoints import checkpoint_store, copy_out
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
@@ -184,6 +187,17 @@ def save_beside_steps(checkpoints: Checkpoints) -> None:
     assert same_bits(restored[0], saved)
 
 
+def tell_what_is_read() -> None:
+    """Print the path of each file that is read for its checksum."""
+    read = manifest._size_and_crc32
+
+    def tell_and_read(path):
+        print(f"read {path}", flush=True)
+        return read(path)
+
+    manifest._size_and_crc32 = tell_and_read
+
+
 def main() -> None:
     """Run one process."""
     action, directory, *rest = sys.argv[1:]
@@ -193,6 +207,7 @@ def main() -> None:
         save_and_die(directory, *rest)
         return
     process, processes, port = map(int, rest)
+    tell_what_is_read()
     jax.distributed.initialize(
         f"127.0.0.1:{port}", processes, process, cluster_detection_method="deactivate", shutdown_timeout_seconds=30
     )

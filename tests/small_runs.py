@@ -18,7 +18,7 @@ from openpi_train.evaluation import held_out_loss
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.sharding.strategy import ShardingConfig
-from openpi_train.training import run
+from openpi_train.training import device_speed, run
 
 SMALL = f"{Path(__file__).resolve()}:small"
 WIDTH = 256
@@ -73,6 +73,8 @@ class PausingPointData(own_experiment.PointData):
         if fault == "slow to open":
             print("the dataset is being opened", flush=True)
             time.sleep(600)
+        if self.fault in ("is slow", "is busy"):  # and the device of another process
+            _time_products(0.5 * (os.environ.get("RANK", "") == "2"))
         if fault == "is busy":
             note = run.Run.note
             run.Run.note = lambda *arguments: (time.sleep(0.3), note(*arguments))
@@ -92,6 +94,15 @@ class PausingPointData(own_experiment.PointData):
 
             ocp.PyTreeCheckpointHandler.save = fail
         return OpenedPausingPoints(num_samples=self.num_points, pause_s=self.pause_s, fault=fault)
+
+
+def _time_products(more_s: float) -> None:
+    """Time small products of the processors at each log interval, as if they took longer by this."""
+    timed = device_speed.timed
+    device_speed.EVERY_S, device_speed.SIZE = 0.0, 16
+    device_speed.num_products = lambda kind: 1
+    device_speed.timed = lambda products: [1.0 + more_s + 1e-3 * seconds for seconds in timed(products)]
+    device_speed.gpu_state = lambda gpu: f"GPU {gpu} is hot"
 
 
 class WideClassifierConfig(ModelConfig):

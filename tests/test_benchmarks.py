@@ -13,7 +13,9 @@ import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from scipy import stats
 
 from benchmarks import __main__ as program
 from benchmarks import (
@@ -24,6 +26,7 @@ from benchmarks import (
     gpu_times,
     language,
     language_speed,
+    long_run,
     practice,
     practice_speed,
     practice_studies,
@@ -239,6 +242,29 @@ def test_what_post_training_does_not_reach_is_a_failure(solved, said):
         for stage, name, value in zip(stages, names, solved, strict=True)
     ]
     assert language.failure(*runs) == said
+
+
+def test_what_grows_is_told_from_what_only_varies_and_from_what_a_start_fills():
+    rng = np.random.default_rng(0)
+    steps = [10 * number for number in range(1, 1001)]
+    filling = [min(step, 1500) / 1500 for step in steps]
+    flat = [(step, 400 + 50 * full + rng.normal()) for step, full in zip(steps, filling, strict=True)]
+    leaking = [(step, value + step / 1000) for step, value in flat]
+    row = long_run.row_of("flat", flat, 10_000)
+    assert row[-1] == "flat" and row[1] == pytest.approx(400 + 50 / 1.5, abs=2)
+    row = long_run.row_of("leaking", leaking, 10_000)
+    assert row[-1] == "grows" and float(row[-3]) == pytest.approx(1, abs=0.1) and row[5] == pytest.approx(460, abs=2)
+    assert long_run.row_of("shrinking", [(step, 900 - value) for step, value in leaking], 10_000)[-1] == "shrinks"
+    assert long_run.row_of("short", flat[:15], 150)[-1] == "too short"
+    # The interval of ten points, beside scipy's.
+    points = [(float(x), y) for x, y in zip(range(1000, 21_000, 1000), rng.normal(size=20), strict=True)]
+    slope, half, _ = long_run.fit(points)
+    fitted = stats.linregress(
+        [x / 1000 + 0.5 for x, _ in points[::2]], np.mean([[y for _, y in points[k::2]] for k in (0, 1)], axis=0)
+    )
+    assert slope == pytest.approx(fitted.slope) and half == pytest.approx(
+        stats.t.ppf(0.975, 8) * fitted.stderr, rel=1e-3
+    )
 
 
 def test_faults_come_as_often_as_their_weights_say():

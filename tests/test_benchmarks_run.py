@@ -208,6 +208,14 @@ def test_startup_tells_the_parts_of_cold_and_warm_starts(quick):
         assert sum(part for (part,) in parts) == pytest.approx(whole)
 
 
+def test_a_long_run_is_watched_from_outside(quick):
+    found = {row["what"]: row for row in rows(quick, "Long run")}
+    for who in ("process 0", "launcher"):
+        assert found[f"{who}, RSS MB"]["100%"] >= found[f"{who}, PSS MB"]["100%"] > 10
+        assert all(found[f"{who}, {what}"]["100%"] > 3 for what in ("descriptors", "threads", "mapped regions"))
+    assert found["checkpoints, MB"]["100%"] > 0 and found["process 0, RSS MB"]["verdict"] == "too short"
+
+
 def test_the_fault_drill_ends_with_the_bits_of_an_undisturbed_run(quick):
     found = rows(quick, "Fault drill")
     assert [(row["fault"], row["number"], row["survived"]) for row in found] == [

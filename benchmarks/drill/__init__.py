@@ -1,1 +1,1 @@
-"""Measurements of speed, printed as tables. `python -m benchmarks --help`; recorded results: `docs/benchmarks.md`."""
+"""The fault drill: hosts, faults, verdicts. `python -m benchmarks fault_drill --help`; read first: `netns.py`."""

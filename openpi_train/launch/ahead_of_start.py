@@ -4,7 +4,9 @@ Launchers use the standard library alone, so the run's own code looks (`training
 it to. Read next: `slurm.py`, a caller.
 """
 
+import dataclasses
 import functools
+import json
 import os
 import re
 import subprocess
@@ -20,11 +22,32 @@ from openpi_train.launch.spec import LaunchError, this_python
 VARIABLE = "OPENPI_TRAIN_CHECK_DEVICES"
 # Variables that other launchers leave in a shell; a process would use them as its identity.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What the run prints of its batch, for launchers.
-BATCH_LINE = "rows per step: "
+# What the run prints, for launchers, before `RunSizes` as JSON.
+SIZES_LINE = "sizes: "
 _MOST_S = 180
 _REFUSED = (faults.USAGE, faults.DATA, faults.CHECKPOINT, faults.INDIVISIBLE)
 _MOST_LINES = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """What the devices of a run share: its rows per step, of which the devices of a tensor group hold the same.
+
+    `replica_devices`: how many devices hold one copy of the state, as given to the run.
+    """
+
+    rows: int
+    tensor_devices: int
+    replica_devices: int
+
+    def can_share_batch(self, num_devices: int) -> bool:
+        """Whether so many devices can have equally many rows."""
+        return num_devices % self.tensor_devices == 0 and self.rows % (num_devices // self.tensor_devices) == 0
+
+    def make_replicas(self, num_devices: int) -> bool:
+        """Whether so many devices are whole replicas; if not, fewer devices than before must hold a copy of the
+        state, each a larger part."""
+        return num_devices % self.replica_devices == 0
 
 
 def devices() -> int | None:
@@ -93,8 +116,8 @@ def require_start(
 
 
 @functools.cache
-def rows_per_step(arguments: tuple[str, ...], num_devices: int, folder: str) -> int | None:
-    """The batch size of the run on so many devices, as the run itself says; None if it does not within a minute."""
+def sizes_of_run(arguments: tuple[str, ...], num_devices: int, folder: str) -> RunSizes | None:
+    """The sizes of the run on so many devices, as the run itself says; None if it does not within a minute."""
     clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     variables = {**clean, VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
     command = [this_python(), "-m", "openpi_train", *arguments]
@@ -104,8 +127,8 @@ def rows_per_step(arguments: tuple[str, ...], num_devices: int, folder: str) -> 
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(rf"^{BATCH_LINE}(\d+)$", done.stdout, re.MULTILINE)
-    return int(found[1]) if found else None
+    found = re.search(rf"^{SIZES_LINE}(.*)$", done.stdout, re.MULTILINE)
+    return RunSizes(**json.loads(found[1])) if found else None
 
 
 def _tell_unchecked(why: str) -> None:

@@ -106,8 +106,9 @@ class Child(Started):
         self._on_end(code if code >= 0 else 128 - code)
 
     def _read(self, stream: IO[bytes], is_error: bool) -> None:
-        for line in stream:
-            self._on_line(line, is_error)
+        with stream:  # not left to the garbage collector: a launcher has many starts, and 1,024 files
+            for line in stream:
+                self._on_line(line, is_error)
 
 
 def _die_with_launcher() -> None:

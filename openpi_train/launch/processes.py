@@ -31,6 +31,7 @@ from openpi_train.launch.status import NOTHING, VARIABLE, Status, read
 _FOLLOWS_FROM_ANOTHER = (faults.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
+_SHORT = 300
 _LINES_IN_SIGHT = 8
 # gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
 _HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
@@ -283,7 +284,7 @@ def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) ->
     failed = [record for record in ended if record.code != faults.PREEMPTED] or ended
     first = failed[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
-    culprit = next((record for record in soon if record.code not in _FOLLOWS_FROM_ANOTHER), soon[0])
+    culprit = min(soon, key=lambda record: _derived(record.code))
     texts = _texts(_last_error(culprit.errors))
     alike = [one for one in soon if one.code == culprit.code and _texts(_last_error(one.errors)) == texts]
     culprit = min(alike, key=lambda one: one.rank)
@@ -299,7 +300,25 @@ def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) ->
     names = {128 + one: f" (signal {one.name})" for one in signal.Signals}
     reason = f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}"
     tell(f"{reason}: see {culprit.path}")
-    return culprit.code, reason
+    return culprit.code, reason + _in_short(error)
+
+
+def _derived(code: int | None) -> int:
+    """How far an end is from the root cause, of those that ended at nearly the same time.
+
+    A process that this launcher did not tell to stop yet, and that ended by a request to, was told by somebody else.
+    """
+    if code not in _FOLLOWS_FROM_ANOTHER:
+        return 0
+    return 1 if code == 128 + signal.SIGTERM else 2
+
+
+def _in_short(error: Sequence[bytes]) -> str:
+    """The first line of an error that is meant for the user, for the line about a restart; else nothing."""
+    if not error or not _ERROR.match(error[0]):
+        return ""
+    text = _OWN.sub(b"", error[0]).decode(errors="replace").strip()
+    return f": {text[:_SHORT]}"
 
 
 def _stopped(status: Status) -> str:

@@ -5,7 +5,6 @@ the first failure ends all, signals are forwarded, and nothing is left running w
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import secrets
@@ -20,7 +19,7 @@ from typing import Any
 
 from openpi_train import faults
 from openpi_train.launch import remote
-from openpi_train.launch.ahead_of_start import rows_per_step
+from openpi_train.launch.ahead_of_start import sizes_of_run
 from openpi_train.launch.child import DRAIN_S, Child, Started
 from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
 from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
@@ -103,26 +102,25 @@ class Ssh(Launch):
         rules = Rules(
             max_restarts=self.max_restarts,
             min_hosts=self.min_nodes,
-            fits=lambda count: self.can_share(count, number, workdir),
+            sharing=lambda counts: self.sharing(counts, number, workdir),
             hosts=tuple(hosts),
             num_hosts=number,
             answers=lambda name: _answers((*shlex.split(self.ssh_command), hosts[name], "true")),
         )
         return supervise(begin, first, rules)
 
-    def can_share(self, num_hosts: int, num_at_first: int, workdir: str) -> bool:
-        """Whether `num_hosts` hosts can share the batch of a run on `num_at_first`. The command line says so, or the
-        run is asked, here; if it does not know, it checks itself when it starts."""
-        words = [word.replace("_", "-") for argument in self.arguments for word in argument.split("=", 1)]
-        sizes = [size for flag, size in itertools.pairwise(words) if flag == "--batch-size"]
-        if "--no-keep-effective-batch-size" in words:
-            return True
+    def sharing(self, counts: Sequence[int], num_at_first: int, workdir: str) -> list[int]:
+        """Those of these numbers of hosts on which a run that began on `num_at_first` can go on.
+
+        They can share its batch, and make whole replicas if any of them does. The run is asked, here; if it does not
+        know, it checks itself when it starts.
+        """
         devices = self.per_node.gpus_per_node or self.per_node.processes * (self.here.devices_per_process or 1)
-        if sizes and sizes[-1].isdecimal():
-            rows: int | None = int(sizes[-1])
-        else:
-            rows = rows_per_step(self.arguments, num_at_first * devices, workdir)
-        return rows is None or rows % (num_hosts * devices) == 0
+        sizes = sizes_of_run(self.arguments, num_at_first * devices, workdir)
+        if sizes is None:
+            return list(counts)
+        sharing = [count for count in counts if sizes.can_share_batch(count * devices)]
+        return [count for count in sharing if sizes.make_replicas(count * devices)] or sharing
 
     def _spec(self, start: Start, first_host: str) -> LaunchSpec:
         """The processes and hosts of one start. A restart has another port, so remains of an old start cannot

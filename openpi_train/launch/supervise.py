@@ -5,7 +5,7 @@ The run continues from its last good checkpoint. Which faults these are: `../fau
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ class Start:
 class Rules:
     """The number of restarts without progress, and the minimum number of hosts (None: always as many as at first).
 
-    `hosts`: all that may be used, those of the first start first; the others are spare. `fits`: whether n hosts can
-    share the batch. `answers`: whether a lost host can be reached again.
+    `hosts`: all that may be used, those of the first start first; the others are spare. `sharing`: on which of these
+    numbers of hosts the run can go on. `answers`: whether a lost host can be reached again.
     """
 
     max_restarts: int
@@ -58,7 +58,7 @@ class Rules:
     hosts: tuple[str, ...] = ()
     num_hosts: int = 0
     answers: Callable[[str], bool] = lambda host: False
-    fits: Callable[[int], bool] = lambda num_hosts: True
+    sharing: Callable[[Sequence[int]], Sequence[int]] = lambda counts: counts
 
 
 def max_restarts_option() -> Any:
@@ -144,8 +144,8 @@ def _remaining(start: Start, outcome: LaunchOutcome, rules: Rules) -> tuple[tupl
     """The hosts to continue with, and those that are missing.
 
     As many as at first if there are enough, with spare ones and those that have come back; otherwise the largest number
-    that can share the batch. If too few would remain, all are tried again, since they may come back. If no number can
-    share the batch, the run itself reports why.
+    on which the run can go on. If too few would remain, all are tried again, since they may come back. If it can on
+    none, the run itself reports why.
     """
     pool, number = rules.hosts or start.hosts, rules.num_hosts or len(rules.hosts or start.hosts)
     lost = [host for host in pool if host in (*start.missing, *outcome.lost_hosts)]
@@ -158,7 +158,7 @@ def _remaining(start: Start, outcome: LaunchOutcome, rules: Rules) -> tuple[tupl
         return left[:number], missing
     if rules.min_hosts is None or not rules.min_hosts <= len(left):
         return pool[:number], ()
-    sharing = [count for count in range(len(left), rules.min_hosts - 1, -1) if rules.fits(count)]
+    sharing = rules.sharing(range(len(left), rules.min_hosts - 1, -1))
     return (left[: sharing[0]] if sharing else left), missing
 
 

@@ -1,10 +1,10 @@
 """Agreement between processes: barrier, broadcast, gather of small JSON values. Read next: `session.py`.
 
 Everything goes through jax's coordination service, so it works without devices, files or a compiled program: each
-process sets a key, all wait at a barrier, and each reads the keys of all at once. Each call is named; all
-processes must make the same calls in the same order, from the main thread. If processes are at different names, the
-call fails at once; if a process does not come, it names the missing ones after the time-out. `tell` and `heard` are for
-other threads, which have no order.
+process sets a key, all wait at a barrier, process 0 reads the keys of all at once and sets one key with what they hold,
+and each reads that. Each call is named; all processes must make the same calls in the same order, from the main thread.
+If processes are at different names, the call fails at once; if a process does not come, it names the missing ones after
+the time-out. `tell` and `heard` are for other threads, which have no order.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from openpi_train.runtime import phases
 from openpi_train.runtime.exits import PeerLostError, brief
 from openpi_train.runtime.waiting import Wait
 
-# Enough for process 0 to read a checkpoint of a large model back for its checksums, on a slow file system.
+# Enough to read one's share of a large model's checkpoint, on a slow file system.
 DEFAULT_TIMEOUT_S = 1800.0
 _SLICE_S = 2.0  # between looks whether to tell who is missing
 # jax's own limit of a barrier must not expire first: it would fail for all, without saying who is missing.
@@ -64,9 +64,7 @@ def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S
     if process_count == 1:
         return json.loads(json.dumps(value))
     call = _meet(name, value if process_index == 0 else None, timeout_s)
-    with _told(name):
-        said = _client().blocking_key_value_get(_key(call, 0), int(1000 * _SLICE_S))
-    return _value_of(name, 0, said)
+    return _same_call(name, {0: _read(name, _key(call, 0), timeout_s)})[0]
 
 
 @phases.point()
@@ -81,9 +79,17 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     if _place()[1] == 1:
         return [json.loads(json.dumps(value))]
     call = _meet(name, value, timeout_s)
-    with _told(name):
-        said = _said(call)
-    return [_value_of(name, index, said[index]) for index in sorted(said)]
+    together = f"{_folder(call)}all"
+    if _place()[0] > 0:
+        everyone = _read(name, together, timeout_s)
+    else:
+        # One text for all: to parse a thousand keys would take each of a thousand processes longer than all else here.
+        with _told(name):
+            said = _said(call)
+            text = f"[{', '.join(said[index] for index in sorted(said))}]"
+            _client().key_value_set(together, text)
+        everyone = json.loads(text)
+    return _same_call(name, dict(enumerate(everyone)))
 
 
 def tell(name: str, value: Any) -> None:
@@ -158,17 +164,31 @@ def _told(name: str) -> Iterator[None]:
 
 def _said(call: int) -> dict[int, str]:
     """What each process has said at a call, by its index."""
-    return {int(key.rpartition("/")[2]): said for key, said in _client().key_value_dir_get(_folder(call))}
+    found = [(key.rpartition("/")[2], said) for key, said in _client().key_value_dir_get(_folder(call))]
+    return {int(index): said for index, said in found if index.isdecimal()}
 
 
-def _value_of(name: str, index: int, said: str) -> Any:
-    """What process `index` passed to this call."""
-    message = json.loads(said)
-    if message["name"] != name:
-        raise PeerLostError(
-            f"the processes have gone different ways: this one is at {name!r}, process {index} at {message['name']!r}"
-        )
-    return message["value"]
+def _read(name: str, key: str, timeout_s: float) -> Any:
+    """The value of a key that process 0 sets at once."""
+    wait = Wait(timeout_s)
+    while True:
+        try:
+            return json.loads(_client().blocking_key_value_get(key, int(1000 * _SLICE_S)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or wait.is_over():
+                raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
+        wait.report(lambda: f"waiting at {name!r} for what process 0 says")
+
+
+def _same_call(name: str, messages: dict[int, Any]) -> list[Any]:
+    """What processes passed to this call, by what they have said."""
+    for index, message in messages.items():
+        if message["name"] != name:
+            raise PeerLostError(
+                f"the processes have gone different ways: this one is at {name!r}, process {index} at "
+                f"{message['name']!r}"
+            )
+    return [message["value"] for message in messages.values()]
 
 
 def _missing(call: int) -> str:

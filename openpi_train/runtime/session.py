@@ -226,10 +226,11 @@ def _report(world: World) -> None:
     versions = f"jax {jax.__version__}, python {platform.python_version()}"
     everyone = agree.gather("who is there", [socket.gethostname(), _address(world), versions, own], _GREETING_S)
     agree.name_hosts([host for host, *_ in everyone])
-    for place in dict.fromkeys(tuple(place) for *place, _ in everyone):
-        host, address, software_there = place
-        lines = "; ".join(line for *there, line in everyone if tuple(there) == place)
-        logger.info("%s (%s, %s): %s", host, address, software_there, lines)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for *place, line in everyone:
+        lines.setdefault(tuple(place), []).append(line)
+    for (host, address, software_there), there in lines.items():
+        logger.info("%s (%s, %s): %s", host, address, software_there, "; ".join(there))
 
 
 def _address(world: World) -> str:

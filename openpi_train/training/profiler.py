@@ -43,6 +43,11 @@ class Profiler:
         if step == self._last:
             self._stop()
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether what the devices do now is in the trace."""
+        return self._runs
+
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # tracing every Python call would slow the host down

@@ -15,7 +15,6 @@ import jax
 
 from openpi_train.runtime import step_times
 from openpi_train.runtime.exits import NumbersError
-from openpi_train.runtime.step_times import StepTimes
 from openpi_train.training.lateness import Lateness
 from openpi_train.training.program import Program
 from openpi_train.training.time_split import Part, TimeSplit
@@ -73,7 +72,7 @@ class Recorder:
         self._ahead.append(metrics["loss"])
         self._num_steps += 1
         data_s = self._counted_s["data"]() if "data" in self._counted_s else 0.0
-        step_times.note(StepTimes(steps=self._num_steps, late_s=self.lateness.late_s, data_s=data_s))
+        step_times.note(steps=self._num_steps, late_s=self.lateness.late_s, data_s=data_s)
         if len(self._ahead) > MAX_STEPS_AHEAD:
             with self._split.of("device"):
                 jax.block_until_ready(self._ahead.popleft())

@@ -1,5 +1,7 @@
 """A dry run: what a run needs, and whether it would start. Read next: `settle.py`, which does it in earnest."""
 
+import dataclasses
+import json
 import math
 import os
 
@@ -7,7 +9,7 @@ import jax
 
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
-from openpi_train.launch.ahead_of_start import BATCH_LINE
+from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
 from openpi_train.planning.memory import GIB, require
 from openpi_train.runtime.exits import Together
 from openpi_train.runtime.world import WorldFlags, find_world
@@ -20,7 +22,11 @@ from openpi_train.training.start_check import check_files, examine_data
 def check_ahead(given: Experiment, num_devices: int) -> int:
     """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
     experiment, _ = adapt(given, num_devices, devices_at_first(given))
-    print(f"{BATCH_LINE}{experiment.batch_size}")
+    # Groups and replicas as given: on fewer devices than at first `adapt` has made them smaller.
+    tensor_devices = given.sharding.tensor_devices
+    replica_devices = tensor_devices * (given.fsdp_devices or 1)
+    sizes = RunSizes(rows=experiment.batch_size, tensor_devices=tensor_devices, replica_devices=replica_devices)
+    print(f"{SIZES_LINE}{json.dumps(dataclasses.asdict(sizes))}")
     together = Together()
     with together:
         experiment.check(num_devices)

@@ -27,6 +27,7 @@ from openpi_train.training.best import held_out_loss, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.device_memory import fullest_device
+from openpi_train.training.device_speed import DeviceSpeed
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.goodput import Goodput
 from openpi_train.training.init import StateLayout
@@ -39,7 +40,7 @@ from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
 from openpi_train.training.settle import batch_specs
-from openpi_train.training.slow_hosts import SlowHosts
+from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
 from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace
@@ -71,7 +72,9 @@ class Run:
     profiler: Profiler
     history: list[dict[str, Any]]
     goodput: Goodput | None = None
+    device_speed: DeviceSpeed | None = None
     slow_hosts: SlowHosts = dataclasses.field(default_factory=SlowHosts)
+    slow_devices: SlowDevices = dataclasses.field(default_factory=SlowDevices)
     crash_loop: CrashLoop = dataclasses.field(default_factory=CrashLoop)
     programs: Programs | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
@@ -153,7 +156,11 @@ class Run:
             self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
-        for line in self.slow_hosts.look(session.told_times(), values["time/step_s"] or 0.0):
+        if self.device_speed is not None and not self.profiler.is_tracing:
+            self.recorder.lateness.pause()  # all processes do this now
+            self.device_speed.look()
+        told = session.told_times()
+        for line in (*self.slow_hosts.look(told, values["time/step_s"] or 0.0), *self.slow_devices.look(told)):
             logger.warning("%s", line)
         for sentence in self.trainer.objective.warnings(values):
             if sentence not in self.warned:

@@ -33,6 +33,7 @@ from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
 from openpi_train.training.best import held_out_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training.device_speed import DeviceSpeed
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.goodput import Goodput, read_longest
@@ -166,6 +167,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         ),
         history=history,
         goodput=make_goodput(directory, feed, int(state.step)) if jax.process_index() == 0 else None,
+        device_speed=DeviceSpeed(jax.local_devices()) if jax.device_count() > 1 else None,
     )
 
 

@@ -1,29 +1,17 @@
 """Four hosts on a network of their own, a desk to start things from, and ssh between them."""
 
-import shlex
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from debian import install
 from fleet import Fleet
-from netns import Network, why_not
+
+from benchmarks.drill.netns import Network, why_not
+from benchmarks.drill.remote_shell import real_ssh, sshd, stand_in
 
 install("ip")
 install("sshd")
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-_SERVER = """
-ListenAddress 0.0.0.0
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/user_key.pub
-StrictModes no
-UsePAM no
-PidFile none
-PasswordAuthentication no
-PermitRootLogin prohibit-password
-"""
 
 
 @pytest.fixture
@@ -42,33 +30,13 @@ def fleet(network, tmp_path) -> Fleet:
     return Fleet(network, tmp_path)
 
 
-@pytest.fixture(params=["sshd" if SSHD and shutil.which("ssh") else "stand_in_for_ssh"])
+@pytest.fixture(params=["sshd" if sshd() else "stand_in_for_ssh"])
 def ssh_command(request, network, tmp_path) -> str:
     """A command like ssh that connects the desk to the hosts: OpenSSH with keys of its own, on each host a server.
 
     Where there is no OpenSSH server (Debian: openssh-server), a stand-in enters the namespace; the test's name tells.
     """
-    return (_real_ssh if request.param == "sshd" else _stand_in)(network, tmp_path)
-
-
-def _real_ssh(network: Network, folder: Path) -> str:
-    for key in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    (folder / "sshd_config").write_text(_SERVER.format(folder=folder))
-    (folder / "known_hosts").write_text(f"node* {(folder / 'host_key.pub').read_text()}")
-    for host in network.hosts:
-        host.run(SSHD or "sshd", "-f", folder / "sshd_config", "-E", folder / f"sshd_{host.name}.txt")
-    options = ("BatchMode=yes", f"UserKnownHostsFile={folder}/known_hosts", "ServerAliveInterval=3")
-    words = ["ssh", "-F", "none", "-i", f"{folder}/user_key", *(f"-o{option}" for option in options)]
-    return shlex.join(words)
-
-
-def _stand_in(network: Network, folder: Path) -> str:
-    cases = "".join(f'{host.name}) exec {shlex.join(host.enter)} sh -c "$2";;\n' for host in network.hosts)
-    script = folder / "stand_in_for_ssh"
-    script.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}*) echo "no host $1" >&2; exit 255;;\nesac\n')
-    script.chmod(0o755)
-    return str(script)
+    return (real_ssh if request.param == "sshd" else stand_in)(network, tmp_path)
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from netns import Host, Network
 from runs.command import ROOT, environment, places
 from small_runs import SMALL
+
+from benchmarks.drill.netns import Host, Network
 
 RUN = (SMALL, "--num-train-steps", "4")
 # Parameters cut over two devices, so that a step needs the network all the time.

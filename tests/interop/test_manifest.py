@@ -33,7 +33,7 @@ def test_processes_together_read_every_file_once(tmp_path):
         file.write_bytes(content)
 
 
-def test_every_process_sees_that_a_file_is_torn_or_missing(tmp_path):
+def test_one_process_finds_that_a_file_is_torn_or_missing(tmp_path):
     files = [tmp_path / f"file_{number}" for number in range(7)]
     for number, file in enumerate(files):
         file.write_bytes(bytes(number + 1))
@@ -41,11 +41,11 @@ def test_every_process_sees_that_a_file_is_torn_or_missing(tmp_path):
     for file in files:
         content = file.read_bytes()
         file.write_bytes(content[:-1])
-        for share in range(3):
-            assert f"{file.name} is truncated" in find_damage(tmp_path, share=share, shares=3)
+        (found,) = filter(None, (find_damage(tmp_path, share=share, shares=3) for share in range(3)))
+        assert f"{file.name} is truncated" in found
         file.unlink()
-        for share in range(3):
-            assert f"{file.name} is missing" in find_damage(tmp_path, share=share, shares=3)
+        (found,) = filter(None, (find_damage(tmp_path, share=share, shares=3) for share in range(3)))
+        assert f"{file.name} is missing" in found
         file.write_bytes(content)
 
 

@@ -97,6 +97,50 @@ def test_those_who_only_lost_the_failed_process_are_not_blamed(tmp_path):
     assert err.splitlines()[-1].startswith("process 2 failed with exit code 5")
 
 
+def test_who_was_told_to_stop_by_somebody_else_is_blamed_before_those_who_lost_it(tmp_path):
+    code, _, err = run(
+        """
+        left = os.path.join(FOLDER, "left")
+        if rank != 2:
+            open(left, "a").write("x")
+            os._exit(70)
+        while not os.path.exists(left) or len(open(left).read()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        """.replace("FOLDER", repr(str(tmp_path))),
+        tmp_path,
+    )
+    assert code == 143
+    assert err.splitlines()[-1].startswith("process 2 failed with exit code 143 (signal SIGTERM)")
+
+
+def test_the_reason_of_a_restart_has_the_error_that_is_meant_for_the_user(tmp_path):
+    child = """
+        sys.stderr.write("12:00:00 E process 2 on node2 was lost (training, step 7)\\nmore of it\\n")
+        sys.exit(70)
+    """
+    _, out, _ = run(child, tmp_path, processes=1, result="print(outcome.reason)")
+    assert out.splitlines()[-1] == (
+        "process 0 failed with exit code 70: process 2 on node2 was lost (training, step 7)"
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells the open files of a process")
+def test_a_start_that_has_ended_holds_no_file(tmp_path):
+    """Files that the garbage collector would close some time: many starts of many hosts would come before it."""
+    result = """
+import gc, os
+gc.collect()
+gc.disable()
+before = len(os.listdir("/proc/self/fd"))
+for _ in range(3):
+    processes.run(commands(spec), Path({folder!r}), 1.0)
+print(len(os.listdir("/proc/self/fd")) - before)
+"""
+    _, out, _ = run("print('well')", tmp_path, processes=2, result=result.format(folder=str(tmp_path)))
+    assert out.splitlines()[-1] == "0"
+
+
 def test_a_process_that_does_not_end_by_itself_is_killed_after_the_grace_period(tmp_path):
     code, _, _ = run(
         """

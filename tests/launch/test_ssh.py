@@ -1,5 +1,7 @@
 """`launch ssh` with a stand-in for ssh that runs the far command here; the real ssh is in `tests/hosts`."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -12,9 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from openpi_train_configs.debug import debug
 
 from openpi_train.launch import forms, remote, ssh
+from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
 from openpi_train.launch.options import Here, PerNode
+from openpi_train.runtime.exits import UsageError
+from openpi_train.sharding.strategy import ShardingConfig
+from openpi_train.training.rehearsal import check_ahead
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "debug", "--exp-name", "x"]
@@ -373,16 +380,45 @@ def test_a_host_that_cannot_be_reached_is_left_out_where_enough_others_are_there
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("debug", "--batch-size", "12"), [1, 3]),  # four devices on each host
-        (("debug", "--batch_size=8"), [1, 2]),
-        (("debug", "--batch-size", "12", "--batch-size", "16"), [1, 2, 4]),
-        (("debug", "--exp-name", "x"), [1, 2]),  # the experiment's own 8, of which the run itself is asked
-        (("no-such-experiment",), [1, 2, 3, 4]),  # unknown here: the run checks
-        (("debug", "--batch-size", "12", "--no-keep-effective-batch-size"), [1, 2, 3, 4]),
+        # Two hosts of four devices, on which a replica lies: of 1 to 5 hosts, the first divide 32 rows.
+        (("debug", "--batch-size", "32", "--fsdp-devices", "8"), [2, 4]),
+        (("no-such-experiment",), [1, 2, 3, 4, 5]),  # unknown here: the run checks
     ],
 )
-def test_the_numbers_of_hosts_that_can_share_the_batch(arguments, expected):
+def test_the_run_is_asked_on_how_many_hosts_it_can_go_on(arguments, expected):
     launch = ssh.Ssh(
         arguments=arguments, hosts="a", per_node=PerNode(processes_per_node=2), here=Here(devices_per_process=2)
     )
-    assert [number for number in range(1, 5) if launch.can_share(number, 2, ".")] == expected
+    assert launch.sharing(range(1, 6), 4, ".") == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_at_first", "expected"),
+    [
+        ({"batch_size": 12}, 2, [1, 3]),  # four devices on each host
+        ({"batch_size": 16}, 2, [1, 2, 4]),
+        ({"batch_size": 48, "fsdp_devices": 8}, 4, [2, 4, 6]),  # replicas of two hosts
+        ({"batch_size": 48, "fsdp_devices": 16}, 4, [4]),
+        ({"batch_size": 48, "fsdp_devices": 32}, 8, [1, 2, 3, 4, 6]),  # no whole replica is left: smaller ones
+        ({"batch_size": 48, "fsdp_devices": 2}, 4, [1, 2, 3, 4, 6]),
+        # Groups of two devices hold the same rows, and two groups a replica.
+        ({"batch_size": 20, "sharding": ShardingConfig(tensor_devices=2)}, 4, [1, 2, 5]),
+        ({"batch_size": 24, "fsdp_devices": 4, "sharding": ShardingConfig(tensor_devices=2)}, 4, [2, 4, 6]),
+        # Three rows for each of the sixteen devices of the first start.
+        ({"batch_size": 3, "keep_effective_batch_size": False}, 4, [1, 2, 3, 4, 6]),
+    ],
+)
+def test_the_numbers_of_hosts_that_share_the_batch_and_make_whole_replicas(
+    changes, num_at_first, expected, tmp_path, monkeypatch, capsys
+):
+    """The run answers here, and not in a process of its own."""
+    given = dataclasses.replace(debug, exp_name="x", checkpoint_base_dir=str(tmp_path), **changes)
+
+    def ask(arguments, num_devices, folder):
+        with contextlib.suppress(UsageError):
+            check_ahead(given, num_devices)
+        return RunSizes(**json.loads(capsys.readouterr().out.splitlines()[0].removeprefix(SIZES_LINE)))
+
+    monkeypatch.setattr(ssh, "sizes_of_run", ask)
+    launch = ssh.Ssh(arguments=(), hosts="a", per_node=PerNode(gpus_per_node=4), here=Here())
+    assert launch.sharing(range(1, 8), num_at_first, ".") == expected

@@ -90,7 +90,9 @@ def test_the_pause_doubles_to_a_minute_and_begins_anew_after_progress():
     ],
 )
 def test_lost_hosts_are_left_out_where_enough_are_left_that_can_share_the_batch(lost, min_hosts, batch, expected):
-    rules = Rules(max_restarts=1, min_hosts=min_hosts, fits=lambda num_hosts: batch % num_hosts == 0)
+    rules = Rules(
+        max_restarts=1, min_hosts=min_hosts, sharing=lambda counts: [count for count in counts if batch % count == 0]
+    )
     following = after(FIRST, LaunchOutcome(code=70, lost_hosts=lost), rules)
     assert following and following.hosts == tuple(expected)
 

@@ -135,5 +135,10 @@ def test_a_save_that_fails_on_one_process_ends_all_for_a_restart(tmp_path):
 def test_a_process_for_which_all_wait_is_named_with_what_it_waits_for(tmp_path, fault, cause):
     with Processes(tmp_path, 4, "--batch-size", "8", "--log-interval", "10", "--data.fault", fault) as run:
         line = re.compile(rf"W (process \d) on {HOST} holds up the others by \d+ ms of \d+ ms a step: it (.*)")
-        run.wait(lambda: line.search(run.outputs[0].read_text()) is not None, 240)
+        device = re.compile(
+            rf"W (process \d) on {HOST} holds up the others: its device is slower, .*: products take (.*)"
+        )
+        run.wait(lambda: all(one.search(run.outputs[0].read_text()) for one in (line, device)), 240)
         assert line.findall(run.outputs[0].read_text()) == [("process 1", cause)]
+        slower = "50% longer there than in the median of the others (the slowest there: GPU 0 is hot)"
+        assert device.findall(run.outputs[0].read_text()) == [("process 2", slower)]

@@ -32,14 +32,16 @@ def test_values_arrive_in_process_order_call_after_call(run_processes):
         """,
         3,
     )
-    for result in results:
+    for process, result in enumerate(results):
         assert result.returncode == 0, result
         seen, word, left, large, count = json.loads(result.stdout.splitlines()[-1])
         assert seen == [[{"from": index, "call": call} for index in range(3)] for call in range(5)]
         assert word == "from process 0"
-        assert left <= 2 * 3  # what was said is forgotten at the next call
+        assert left <= 2 * (3 + 1)  # what was said is forgotten at the next call
         assert large == [3_000_000] * 3
-        assert count <= 7 * 4  # a call takes a process so many of the service, also in a run of a thousand
+        # A call takes a process so many of the service, also in a run of a thousand: to say, to wait, to read. Process
+        # 0 also reads for all, and forgets what was said before.
+        assert count <= 7 * (5 if process == 0 else 3)
 
 
 @pytest.mark.multiprocess

@@ -11,7 +11,7 @@ from openpi_train.launch import status
 from openpi_train.launch.status import Status
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.run import Run
-from openpi_train.training.slow_hosts import SlowHosts
+from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
 
 # Without the run-time type check: they are given no real run.
 log, save, save_locally = map(inspect.unwrap, (Run.log, Run.save, Run.save_locally))
@@ -36,7 +36,7 @@ def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monk
 def test_a_warning_of_the_objective_is_logged_once(caplog):
     objective = types.SimpleNamespace(warnings=lambda metrics: ["it falls"] if metrics["x"] > 1 else [])
     run = types.SimpleNamespace(trainer=types.SimpleNamespace(objective=objective), warned=set())
-    run.goodput, run.slow_hosts = None, SlowHosts()
+    run.goodput, run.slow_hosts, run.device_speed, run.slow_devices = None, SlowHosts(), None, SlowDevices()
     run.feed = types.SimpleNamespace(proportions=dict, metrics=dict, tune=lambda **_: None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None)
     run.progress = types.SimpleNamespace(report=lambda values: None)

@@ -5,7 +5,7 @@
                  assets/<asset_id>/norm_stats.json
                  tokenizer/     its files, so that the checkpoint answers wherever it is copied to
                  meta.json      step, data position, experiment, versions, dtype and shape of every leaf
-                 manifest.json  size and crc32 of every file, written last (`manifest.py`)
+                 manifest.json  size and crc32 of every file, written last (`manifest.py`); each process sums up its own
     <run>/<step>.saving         the same until it is complete; then it gets its name
     <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
 
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import jax
 
 from openpi_train.data.files import read_json
-from openpi_train.interop.manifest import find_damage, write_manifest
+from openpi_train.interop.manifest import Sums, find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
@@ -379,38 +379,60 @@ class Checkpoints:
         source: PieceSource,
     ) -> None:
         """In the background: write the arrays; process 0 then completes the checkpoint, and deletes old ones."""
-        draft, save, error = self._dirs.draft(step), f"save/{self._num_saves}", None
+        draft, save, own, error = self._dirs.draft(step), f"save/{self._num_saves}", None, None
         try:
-            self._writer.write(draft, arrays, source)
+            own = self._writer.write(draft, arrays, source)
         except Exception as raised:
             error = raised
+        written = [own]
         if not self._is_writer:
-            agree.tell(f"{save}/{jax.process_index()}", error is None)
+            agree.tell(f"{save}/{jax.process_index()}", own)
         else:
             # Also after an own error, so that nobody writes any more where the next save removes what there is.
-            others = [agree.heard(f"{save}/{index}", _TIMEOUT_S) for index in range(1, jax.process_count())]
+            written += [agree.heard(f"{save}/{index}", _TIMEOUT_S) for index in range(1, jax.process_count())]
             agree.forget(save)
-            if error is None and not all(others):
-                raise _FailedElsewhere
         if error is not None:
             raise error
+        if None in written:
+            raise _FailedElsewhere
         if self._is_writer:
-            self._complete(step, draft, beside, started)
+            known = {folder: inside for one in written if one is not None for folder, inside in one.items()}
+            self._complete(step, draft, beside, known, started)
 
-    def _complete(self, step: int, draft: pathlib.Path, beside: Callable[[pathlib.Path], None], started: float) -> None:
+    def _complete(
+        self,
+        step: int,
+        draft: pathlib.Path,
+        beside: Callable[[pathlib.Path], None],
+        known: Mapping[str, Sums],
+        started: float,
+    ) -> None:
+        """Process 0's part of a save that all have written; `known` are the sums of their folders."""
         self._writer.finish(draft)
         patiently(lambda: beside(draft), f"writing {draft}")
-        size = patiently(lambda: write_manifest(draft), f"writing {draft}")
+        size = patiently(lambda: write_manifest(draft, known), f"writing {draft}")
         self._dirs.commit(step)
         preempt.note_save(step, time.monotonic() - started, size)
         self._dirs.note_complete(step)
 
     def _damage(self, step: int) -> str:
-        """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files."""
+        """What is wrong with the checkpoint, empty if nothing. Each process reads a share of its files.
+
+        Raises on every process, if none has found damage and one cannot read its share: StorageError where that may
+        pass, otherwise CheckpointError.
+        """
         directory, share, shares = self.step_dir(step), jax.process_index(), jax.process_count()
-        with reported_as(CheckpointError):  # no permission: neither damage, nor will it pass
-            damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
-        return next((text for text in agree.gather(f"verify checkpoint {step}", damage) if text), "")
+        damage, obstacle = "", None
+        try:
+            with reported_as(CheckpointError):  # no permission: neither damage, nor will it pass
+                damage = patiently(lambda: find_damage(directory, share=share, shares=shares), f"reading {directory}")
+        except (CheckpointError, StorageError) as error:
+            obstacle = [str(error), isinstance(error, StorageError)]
+        everyone = agree.gather(f"verify checkpoint {step}", [damage, obstacle])
+        found = next((damage for damage, _ in everyone if damage), "")
+        for text, may_pass in [obstacle for _, obstacle in everyone if obstacle and not found]:
+            raise (StorageError if may_pass else CheckpointError)(text)
+        return found
 
     def _require_whole(self, step: int) -> None:
         """Raise CheckpointError, on every process, unless every process finds this checkpoint complete."""

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -341,7 +342,7 @@ def test_an_error_of_the_file_system_is_no_damage_and_is_waited_for(run, monkeyp
         return lambda *arguments: raise_(errors.pop()) if errors else read(*arguments)
 
     monkeypatch.setattr(manifest, "read_json", fails_first(errno.EIO, manifest.read_json))
-    monkeypatch.setattr(manifest, "_crc32", fails_first(errno.ESTALE, manifest._crc32))
+    monkeypatch.setattr(manifest, "_size_and_crc32", fails_first(errno.ESTALE, manifest._size_and_crc32))
     monkeypatch.setattr(passing_errors.time, "sleep", pauses.append)
     assert Checkpoints(run).restore(abstract(make_state(0)))[1]["step"] == 2
     assert [pause for pause in pauses if pause >= 1.0] == [1.0, 2.0]
@@ -489,7 +490,7 @@ def test_disk_that_fills_up_during_a_save_is_reported_and_the_older_checkpoint_s
 def test_a_save_broken_off_by_the_end_of_another_process_is_no_fault_of_the_checkpoint(tmp_path, monkeypatch):
     checkpoints = save_steps(tmp_path, 1)
 
-    def fail(_):
+    def fail(*_):
         try:
             raise RuntimeError("UNAVAILABLE: Failed to send RPC to coordination service")
         except RuntimeError as error:
@@ -504,7 +505,7 @@ def test_a_save_broken_off_by_the_end_of_another_process_is_no_fault_of_the_chec
 def test_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
     checkpoints = save_steps(tmp_path, 1)
 
-    def fail(_):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_store, "write_manifest", fail)
@@ -665,33 +666,82 @@ def test_sigkill_during_a_save_leaves_a_usable_checkpoint(tmp_path, moment, newe
     assert checkpoints.steps()[-1] == newest + 1
 
 
-def together(action: str, directory: pathlib.Path, processes: int, port: int) -> str:
+def together(action: str, directory: pathlib.Path, processes: int, port: int) -> list[str]:
     started = [python(action, directory, index, processes, port) for index in range(processes)]
     outputs = [process.communicate(timeout=480)[0] for process in started]
     assert [process.returncode for process in started] == [0] * processes, "\n".join(outputs)
-    return "\n".join(outputs)
+    return outputs
+
+
+def what_was_read(output: str) -> list[str]:
+    """The files that a process has read for their checksums, in the order of their paths."""
+    return sorted(re.findall(r"^read (.*)", output, re.MULTILINE))
+
+
+def files_of(checkpoint: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json")
 
 
 @pytest.mark.multiprocess
-def test_saved_by_two_processes_restored_by_one_and_the_reverse(tmp_path):
-    together("save", tmp_path / "two", 2, free_port())
-    together("restore", tmp_path / "two", 1, free_port())
-    together("save", tmp_path / "one", 1, free_port())
-    together("restore", tmp_path / "one", 2, free_port())
+def test_saved_by_four_processes_restored_by_one_and_the_reverse(tmp_path):
+    """Each process reads for the checksums only what it has written, and at a restart its share."""
+    outputs = together("save", tmp_path / "four", 4, free_port())
+    written = files_of(tmp_path / "four/4")
+    listed = json.loads((tmp_path / "four/4/manifest.json").read_text())["files"]
+    assert listed == {
+        path.relative_to(tmp_path / "four/4").as_posix(): [path.stat().st_size, zlib.crc32(path.read_bytes())]
+        for path in written
+    }
+    for index, output in enumerate(outputs):
+        read = [path for path in what_was_read(output) if "/4.saving" in path]
+        assert {int(found) for path in read for found in re.findall(r"ocdbt\.process_(\d)", path)} == {index}
+        assert index == 0 or all("ocdbt.process" in path for path in read)
+    assert sum(output.count("/4.saving") for output in outputs) == len(written)
+    everyones = [path for path in written if path.parent.name == "d" and "ocdbt.process" in str(path)]
+    assert {path.parents[1].name for path in everyones} == {f"ocdbt.process_{index}" for index in range(4)}
+    for path in everyones:
+        flip(path)
+        found = [manifest.find_damage(tmp_path / "four/4", share=share, shares=4) for share in range(4)]
+        assert [f"{path.name} is corrupt" in text for text in found].count(True) == 1
+        flip(path)
+    restored, _ = Checkpoints(tmp_path / "four").restore(abstract(make_state(0)))
+    assert same_bits(restored, make_state(4))
+    save_steps(tmp_path / "one", 3, 4).close()
+    outputs = together("restore", tmp_path / "one", 2, free_port())
+    assert sorted(what_was_read("\n".join(outputs))) == [str(path) for path in files_of(tmp_path / "one/4")]
+    assert all(what_was_read(output) for output in outputs)
+
+
+def test_all_processes_come_to_the_same_end_whichever_cannot_read_its_share(run, monkeypatch):
+    """Damage that one has found counts, whatever another could not read."""
+    of_others = []
+
+    def gather(name, value, *_):
+        return [value, *of_others] if name.startswith("verify") else [value]
+
+    monkeypatch.setattr(checkpoint_store.agree, "gather", gather)
+    checkpoints = Checkpoints(run)
+    for obstacle, kind in ((["ESTALE", True], StorageError), (["no permission", False], CheckpointError)):
+        of_others[:] = [["", obstacle]]
+        with pytest.raises(kind, match=obstacle[0]):
+            checkpoints.restore(abstract(make_state(0)))
+    of_others[:] = [["", ["ESTALE", True]], ["d/4 is corrupt", None]]
+    with pytest.raises(CheckpointError, match=r"all 2 checkpoints.*damaged"):
+        checkpoints.restore(abstract(make_state(0)))
 
 
 @pytest.mark.multiprocess
 def test_damage_that_one_of_two_processes_finds_makes_both_fall_back(tmp_path):
     save_steps(tmp_path, 3, 4, keep_last=2).close()
     flip(data_file(tmp_path / "4"))
-    output = together("restore-older", tmp_path, 2, free_port())
+    output = "".join(together("restore-older", tmp_path, 2, free_port()))
     assert output.count("checkpoint 4 cannot be used") == 2
     assert len(list(tmp_path.glob("4.damaged-*"))) == 1
 
 
 @pytest.mark.multiprocess
 def test_full_disk_is_an_error_on_every_process(tmp_path):
-    output = together("full", tmp_path, 2, free_port())
+    output = "".join(together("full", tmp_path, 2, free_port()))
     assert output.count("not enough disk space for checkpoint 3") == 2
 
 
