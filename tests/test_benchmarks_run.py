@@ -1,7 +1,7 @@
 """Benchmarks run once, as `python -m benchmarks --quick`, and print their tables. No speed is asserted.
 
 All but `tabletop_dp`: it is `demo`'s training and closed loop with another policy, which takes as long to compile;
-and `fault_drill`, which `test_fault_drill.py` runs.
+`drill.under_slurm`, which mostly waits for Slurm; and `fault_drill`, which `test_fault_drill.py` runs.
 """
 
 import json
@@ -18,7 +18,7 @@ from openpi_train.planning.gpu import plugin
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = [name for name in BENCHMARKS if name not in ("tabletop_dp", "fault_drill")]
+NAMES = [name for name in BENCHMARKS if name not in ("tabletop_dp", "drill.under_slurm", "fault_drill")]
 
 
 @pytest.fixture(scope="module")

@@ -384,32 +384,33 @@ class Checkpoints:
             own = self._writer.write(draft, arrays, source)
         except Exception as raised:
             error = raised
-        others: list[Any] = []
-        if self._is_writer:
-            # Also after an own error, so that nobody writes any more where the next save removes what there is.
-            others = [agree.heard(f"{save}/{index}", _TIMEOUT_S) for index in range(1, jax.process_count())]
-            agree.forget(save)
-        else:
+        written = [own]
+        if not self._is_writer:
             agree.tell(f"{save}/{jax.process_index()}", own)
+        else:
+            # Also after an own error, so that nobody writes any more where the next save removes what there is.
+            written += [agree.heard(f"{save}/{index}", _TIMEOUT_S) for index in range(1, jax.process_count())]
+            agree.forget(save)
         if error is not None:
             raise error
-        if None in others:
+        if None in written:
             raise _FailedElsewhere
         if self._is_writer:
-            written = {folder: sums for part in [own, *others] for folder, sums in part.items()}
-            self._complete(step, draft, written, beside, started)
+            known = {folder: inside for one in written if one is not None for folder, inside in one.items()}
+            self._complete(step, draft, beside, known, started)
 
     def _complete(
         self,
         step: int,
         draft: pathlib.Path,
-        written: Mapping[str, Sums],
         beside: Callable[[pathlib.Path], None],
+        known: Mapping[str, Sums],
         started: float,
     ) -> None:
+        """Process 0's part of a save that all have written; `known` are the sums of their folders."""
         self._writer.finish(draft)
         patiently(lambda: beside(draft), f"writing {draft}")
-        size = patiently(lambda: write_manifest(draft, written), f"writing {draft}")
+        size = patiently(lambda: write_manifest(draft, known), f"writing {draft}")
         self._dirs.commit(step)
         preempt.note_save(step, time.monotonic() - started, size)
         self._dirs.note_complete(step)

@@ -27,6 +27,8 @@ from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 
 _NICENESS = 10
+# Where in an item a process writes its arrays.
+_FOLDER = "ocdbt.process_{}"
 
 
 class PieceSource:
@@ -107,6 +109,7 @@ class ArrayWriter:
     """
 
     def __init__(self, *items: str):
+        sys.unraisablehook = _not_of_late_writes
         dispatcher: Any = _Dispatcher()
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, dispatcher=dispatcher)
         registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler))
@@ -120,19 +123,19 @@ class ArrayWriter:
     def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> dict[str, Sums]:
         """Write this process's part of the result of `host_arrays`, and release `source`.
 
-        Returns the sums of its files, by their folders in `directory`: taken while they are in its host's memory, and
-        under the names that it has opened itself, as a file server may not show it others for a while. Of one process
-        alone there are none: Orbax puts its files elsewhere when it finishes.
+        Returns the sums of what it has written, if there are several processes, by its folders in `directory`. It reads
+        the files for them while they are in its host's memory, and sees them: a file server may not show others new
+        files for a while.
         """
         try:
             for item, leaves in arrays.items():
                 self._handlers[item].save(epath.Path(directory / item), args=ocp.args.PyTreeSave(nested_params(leaves)))
         finally:
             source.release()
+        folder = _FOLDER.format(jax.process_index())
         if jax.process_count() == 1:
             return {}
-        folders = [f"{item}/ocdbt.process_{jax.process_index()}" for item in arrays]
-        return {folder: sums(directory / folder) for folder in folders if (directory / folder).is_dir()}
+        return {f"{item}/{folder}": sums(place) for item in arrays if (place := directory / item / folder).is_dir()}
 
     def finish(self, directory: Path) -> None:
         """Join the parts, on one process, once all have written."""
@@ -143,6 +146,12 @@ class ArrayWriter:
         """End Orbax's threads."""
         for handler in self._handlers.values():
             handler.close()
+
+
+def _not_of_late_writes(unraisable: Any) -> None:
+    """As usual, but where a write has failed, tensorstore's threads print that Orbax does not hear of the others."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:

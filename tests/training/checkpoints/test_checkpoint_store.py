@@ -187,6 +187,20 @@ def test_a_rename_whose_answer_was_lost_is_not_asked_for_twice(tmp_path, monkeyp
     assert checkpoints.steps() == [2]
 
 
+def test_what_an_attempt_at_the_manifest_has_left_is_not_in_it(tmp_path, monkeypatch, quick):
+    """It may neither be renamed nor deleted for a moment."""
+    checkpoints = Checkpoints(tmp_path)
+    replace, unlink = pathlib.Path.replace, pathlib.Path.unlink
+    monkeypatch.setattr(pathlib.Path, "replace", failing(replace, 3))
+    monkeypatch.setattr(pathlib.Path, "unlink", failing(unlink, 3))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    listed = json.loads((tmp_path / "2" / "manifest.json").read_text())["files"]
+    assert sorted([*listed, "manifest.json"]) == sorted(
+        str(path.relative_to(tmp_path / "2")) for path in (tmp_path / "2").rglob("*") if path.is_file()
+    )
+
+
 def test_a_disk_that_fails_for_minutes_ends_a_save_for_a_restart(tmp_path, monkeypatch, quick):
     checkpoints = save_steps(tmp_path, 1)
     monkeypatch.setattr(checkpoint_store, "write_manifest", failing(None, math.inf))
