@@ -37,7 +37,7 @@ HELD += ("manifest MB", "last one ended s after the kill", "exit codes")
 NOTES: tuple[str, ...] = (
     "CPU seconds are of all threads of a process; another: the median of all but process 0. Wall seconds are from the",
     "first one's begin to the last one's end: here all share the machine's cores, in a run each host has its own.",
-    "The files of `checksums` and `check` have the size of the whole state, and are holes, which are read as zeros.",
+    "The files of `checksums` and `check` have the size of the state (or --size of it); they are holes, read as zeros.",
     "Those of `one element a leaf` are Orbax's, of as many arrays and pieces as the state has, each of one element.",
 )
 
@@ -57,6 +57,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m benchmarks scale", description=__doc__)
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="rows to measure (64 256 1024)")
     parser.add_argument("--directory", type=Path, help="an existing folder for the checkpoints (default: /tmp)")
+    parser.add_argument(
+        "--size", type=float, default=1.0, metavar="SHARE", help="of the state's bytes, to be summed up"
+    )
     parser.add_argument("--quick", action="store_true", help="8 processes, and the state of the debug experiment")
     flags = parser.parse_args(argv)
     flags.processes = sorted(flags.processes or (QUICK_PROCESSES if flags.quick else PROCESSES))
@@ -70,7 +73,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     shapes = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated")).shapes
     items = leaves_by_item(shapes, experiment.model.public_name)
     state = {
-        "bytes": {item: size_bytes({item: leaves}) for item, leaves in items.items()},
+        "bytes": {item: round(flags.size * size_bytes({item: leaves})) for item, leaves in items.items()},
         "leaves": {item: len(leaves) for item, leaves in items.items()},
     }
     found, notes = {}, [*NOTES]
@@ -86,8 +89,10 @@ def main(argv: Sequence[str]) -> list[Table]:
             continue
         with tempfile.TemporaryDirectory(dir=flags.directory, prefix="benchmark-scale-") as folder:
             found[count] = measure(plan, Path(folder))
+        for row in _rows(found):  # a thousand processes take long, and may not come to an end here
+            print(*row, sep="\t", file=sys.stderr)
     size, number = (sum(state[name].values()) for name in ("bytes", "leaves"))
-    what = f"the {size / 1e9:.3g} GB and {number} leaves of {experiment.name}"
+    what = f"the {number} leaves of {experiment.name}, {size / 1e9:.3g} GB to sum up"
     failure = "; ".join(one.failure for one in found.values() if one.failure)
     return [
         Table(f"Many processes, {what}", COLUMNS, list(_rows(found)), notes, failure),
@@ -115,7 +120,7 @@ def measure(plan: Mapping[str, Any], folder: Path) -> Found:
         log = (folder / "first_life" / "0.log").read_text(errors="replace")[-1000:]
         failure = f"{plan['processes']} processes ended with {dict(codes)}, or did not start again: {log}"
     if not first or not again:
-        return Found(costs={}, held=[plan["processes"]], failure=failure)
+        return Found(costs={}, held=[plan["processes"], *[None] * (len(HELD) - 1)], failure=failure)
     costs = {stage: _cost([one["costs"][stage] for one in first]) for stage in first[0]["costs"]}
     costs |= {f"again, {stage}": _cost([one["costs"][stage] for one in again]) for stage in again[0]["costs"]}
     killed = float((folder / "first_life/killed").read_text())

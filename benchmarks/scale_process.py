@@ -9,6 +9,7 @@ it meets again.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -41,6 +42,7 @@ GATHERS = 13
 _FILES = 4
 # Where all processes share a few cores nobody is lost because it is late; a killed one is, at once.
 _TIMEOUTS = Timeouts(rendezvous_s=3600.0, handshake_s=3600.0, lost_s=1800.0, stuck_s=3600.0, phase_s=3600.0)
+_M_ARENA_MAX = -8  # glibc's malloc.h
 _TOKEN = "the processes of a benchmark"
 _LIMIT_S = 3600.0
 Life = Callable[[int, Mapping[str, Any], int, Path], None]
@@ -102,6 +104,7 @@ def _fork(life: Life, index: int, plan: Mapping[str, Any], port: int, own: Path,
         if index == 0:
             with contextlib.suppress(OSError):  # it has a core of its own in a run, and here only if it comes first
                 os.setpriority(os.PRIO_PROCESS, 0, -10)
+                ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 64)  # it has a thread for each other process
         run_guarded(lambda: life(index, plan, port, own))
     except SystemExit as ending:
         code = ending.code or 0
