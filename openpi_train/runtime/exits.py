@@ -206,6 +206,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 _say_farewell: Callable[[int, str], None] | None = None
+_before_a_stop: Callable[[], None] | None = None
 
 
 def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
@@ -215,6 +216,12 @@ def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
     """
     global _say_farewell
     _say_farewell = farewell
+
+
+def before_a_stop(act: Callable[[], None] | None) -> None:
+    """Register what this process does, in whichever thread, before it ends with code 75: the run was asked to stop."""
+    global _before_a_stop
+    _before_a_stop = act
 
 
 def run_guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -284,6 +291,9 @@ def brief(error: BaseException) -> str:
 
 def end(code: int) -> NoReturn:
     """End the process at once, from any thread, after flushing all output."""
+    if code == PREEMPTED and _before_a_stop is not None:
+        with contextlib.suppress(Exception):  # it ends all the same
+            _before_a_stop()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # whoever read our output is gone; the log file has it all
