@@ -80,11 +80,12 @@ test-release:
 	$(RELEASE)/bin/python -c 'import tensorflow; from benchmarks import openpi_peer; openpi_peer.environment()'
 	XLA_FLAGS= OPENPI_TRAIN_INSTALL_PACKAGES=1 $(RELEASE)/bin/python -m pytest $(IN_WORKERS)
 
-# Every deliberate mistake of tests/mutants/*.toml in turn; ends with 1 where one is not noticed. A mistake may have the
+# Every deliberate mistake of tests/mutants/*.toml in turn; ends with 1 where one is not noticed. With SINCE=COMMIT small
+# ones in what has changed since then, in place of the list's. A mistake may have the
 # size and the second of what it stands for, by which Python knows whether what it keeps is of this text.
 mutants: export PYTHONDONTWRITEBYTECODE := 1
 mutants: $(VENV)/.installed
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants $(if $(SINCE),--since $(SINCE))
 
 # The documentation as a site in site/; ends with an error at every warning, such as a broken link.
 docs: $(VENV)/.installed

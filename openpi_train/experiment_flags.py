@@ -1,108 +1,179 @@
-"""An experiment from its name, or from what another tool's config makes, and the flags of a command line.
+"""An experiment and the flags of a command line: the one way from words to an `Experiment`.
 
-Nothing heavy is imported with this module, so `--help` is fast. Read next: `registry.py`, `choice.py`.
+Experiments by name or file, of another tool's config and of a run that goes on are built alike: first the flags that
+set many fields, in the order of `OVERRIDES`, then each field's own. Nothing heavy is imported with this module, so
+`--help` is fast. Read next: `registry.py`, `choice.py`.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openpi_train.runtime.exits import UsageError, reported_as
 
 if TYPE_CHECKING:
+    from openpi_train.command_line import ManyFields
     from openpi_train.data.source import SourceConfig
     from openpi_train.experiment import Experiment
 
 
-def with_flags(default: "Experiment", argv: Sequence[str], name: str, about: str) -> "Experiment":
-    """The experiment with the flags of `argv` applied. Exits with code 2 on an unknown flag, naming the closest."""
-    from openpi_train.choice import on_mixture, with_rewards
-    from openpi_train.command_line import ManyFields, parse_fields, parse_known
-    from openpi_train.experiment import Experiment, of_one_length
+@dataclasses.dataclass(frozen=True)
+class Override:
+    """A flag that sets many fields: a field of `ManyFields`, and what its value makes of an experiment.
+
+    Of a run that `goes_on`, what it has recorded of its dataset and its model is not read again. `--help` applies only
+    what is `in_help`: what is quick, and changes the fields or their defaults.
+    """
+
+    field: str
+    apply: Callable[["Experiment", Any, bool], "Experiment"]
+    in_help: bool = False
+
+
+def _optimizer(experiment: "Experiment", name: str, goes_on: bool) -> "Experiment":
     from openpi_train.optim import named_optimizer
 
-    many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    if any(value is not None for value in (many.dataset, many.deepspeed, many.repo_id, many.data_robot)):
-        flags = "--dataset, --data.repo-id, --data.robot and --deepspeed"
-        raise UsageError(f"{flags} are for named experiments; --deepspeed-config names another file")
-    if many.optimizer is not None:
-        default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
-    if many.env is not None:
-        default = _in_environment(default, many.env)
-    if many.data_mixture is not None:
-        default = on_mixture(default, many.data_mixture)
-    default = with_rewards(of_one_length(default, argv), argv)
-    return parse_fields(Experiment, default, argv, name, about)
+    return dataclasses.replace(experiment, optimizer=named_optimizer(name, experiment.optimizer))
+
+
+def _dataset(experiment: "Experiment", path: str, goes_on: bool) -> "Experiment":
+    from openpi_train import choice
+
+    source = choice.source_of(path)
+    return experiment if goes_on and choice.is_on(experiment, source) else choice.on_dataset(experiment, source)
+
+
+def _repo_id(experiment: "Experiment", repo_id: str, goes_on: bool) -> "Experiment":
+    from openpi_train import choice
+
+    return choice.on_repo_id(experiment, repo_id)
+
+
+def _mixture(experiment: "Experiment", words: Sequence[str], goes_on: bool) -> "Experiment":
+    from openpi_train import choice
+
+    return choice.on_mixture(experiment, words)
+
+
+def _robot(experiment: "Experiment", actions: str, goes_on: bool) -> "Experiment":
+    from openpi_train import choice
+
+    return choice.on_features(experiment, relative=actions == "relative")
+
+
+def _environment(experiment: "Experiment", name: str, goes_on: bool) -> "Experiment":
+    from openpi_train.choice import on_env
+    from openpi_train.envs.named import environment
+
+    with reported_as(UsageError):
+        return on_env(experiment, environment(name))
+
+
+def _model(experiment: "Experiment", path: str, goes_on: bool) -> "Experiment":
+    from openpi_train import choice
+    from openpi_train.interop.huggingface import named_model
+    from openpi_train.models.language_part import language_of
+
+    language = language_of(experiment.model)
+    if language is None or not goes_on or language.path != path:
+        language = named_model(path)
+    return choice.on_model(experiment, language)
+
+
+OVERRIDES = (
+    Override("optimizer", _optimizer, in_help=True),
+    Override("dataset", _dataset, in_help=True),
+    Override("repo_id", _repo_id, in_help=True),
+    Override("data_mixture", _mixture),
+    Override("data_robot", _robot),
+    Override("env", _environment),
+    Override("model_path", _model),
+)
 
 
 def parse_experiment(name: str, argv: Sequence[str], before: Callable[["Experiment"], "Experiment"] = lambda it: it):
     """The experiment of this name, after `before`, with the flags of `argv` applied. Exits with code 2 on an unknown
     flag, naming the closest ones; raises UnknownName for an unknown experiment."""
     from openpi_train import choice, registry
-    from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields, parse_known
-    from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
-    from openpi_train.interop.huggingface import named_model
-    from openpi_train.models.language_part import language_of
-    from openpi_train.optim import named_optimizer
     from openpi_train.tools import resume_run
 
+    many, rest = _many_fields(argv, name)
+    shows_help = wants_help(rest)
+
+    def first_dataset(own: "SourceConfig") -> "SourceConfig":
+        """The first dataset of the command line, by whose dims one of several experiments is chosen."""
+        if many.dataset is not None:
+            return choice.source_of(many.dataset)
+        if many.data_mixture:
+            return choice.source_of(choice.weighted_path(many.data_mixture[0])[0])
+        return choice.moved(own, rest)
+
+    loaded = registry.load(name, first_dataset, any_dims=shows_help or many.data_robot is not None)
+    recorded = loaded if shows_help else resume_run.going_on(loaded, rest)
+    # Blank lines between lines, which the help would join otherwise.
+    about = registry.description(name).replace("\n", "\n\n")
+    goes_on = recorded is not loaded
+    return _built(before(recorded), many, rest, name, about, goes_on=goes_on, may_shorten_warmup=not goes_on)
+
+
+def with_flags(
+    default: "Experiment", argv: Sequence[str], name: str, about: str, *, goes_on: bool = False
+) -> "Experiment":
+    """The experiment with the flags of `argv` applied; `goes_on`: it is that of a run. Exits with code 2 on an unknown
+    flag, naming the closest."""
+    many, rest = _many_fields(argv, name)
+    if many.deepspeed is not None and not goes_on:
+        raise UsageError(
+            "--deepspeed is for named experiments and runs: a YAML config says these things in its own keys, and "
+            "posttrain takes a DeepSpeed file with --deepspeed-config"
+        )
+    return _built(default, many, rest, name, about, goes_on=goes_on, may_shorten_warmup=False)
+
+
+def _built(
+    default: "Experiment",
+    many: "ManyFields",
+    argv: Sequence[str],
+    name: str,
+    about: str,
+    *,
+    goes_on: bool,
+    may_shorten_warmup: bool,
+) -> "Experiment":
+    """The experiment with `OVERRIDES`, and then each field of `argv`, applied."""
+    from openpi_train.choice import with_rewards
+    from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields
+    from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
+
     shows_help = wants_help(argv)
-    many, argv = parse_known(ManyFields, argv, name, add_help=False)
-    model_path, env, robot = many.model_path, many.env, many.data_robot
-    mixture, repo_id = many.data_mixture, many.repo_id
-    given = {"--dataset": many.dataset, "--data.repo-id": repo_id, "--data.mixture": mixture}
-    if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
-        raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")
-    source = None if many.dataset is None else choice.source_of(many.dataset)
-
-    def named(own: "SourceConfig") -> "SourceConfig":
-        """The first dataset of the command line."""
-        return source or (choice.source_of(choice.weighted_path(mixture[0])[0]) if mixture else choice.moved(own, argv))
-
-    loaded = registry.load(name, named, any_dims=shows_help or robot is not None)
-    recorded = loaded if shows_help else resume_run.going_on(loaded, argv)
-    # Of a run that goes on, what it has recorded of its dataset and its model is not read again.
-    default, goes_on = before(recorded), recorded is not loaded
     if many.deepspeed is not None:
         from openpi_train.interop.deepspeed.flags import before_given
 
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
-        many, argv = parse_known(ManyFields, before_given(many.deepspeed, given), name, add_help=False)
-    if many.optimizer is not None:
-        default = dataclasses.replace(default, optimizer=named_optimizer(many.optimizer, default.optimizer))
-    if source is not None and not (goes_on and choice.is_on(default, source)):
-        default = choice.on_dataset(default, source)
-    if repo_id is not None:
-        default = choice.on_repo_id(default, repo_id)
-    if mixture is not None and not shows_help:
-        default = choice.on_mixture(default, mixture)
-    if robot is not None and not shows_help:
-        default = choice.on_features(default, relative=robot == "relative")
-    if env is not None and not shows_help:
-        default = _in_environment(default, env)
-    if model_path is not None and not shows_help:
-        language = language_of(default.model)
-        if language is None or not goes_on or language.path != model_path:
-            language = named_model(model_path)
-        default = choice.on_model(default, language)
-    default = of_one_length(default, argv)
-    default = choice.with_rewards(default if goes_on else with_own_warmup(default, argv), argv)
-    # Blank lines between lines, which the help would join otherwise.
-    about = registry.description(name).replace("\n", "\n\n")
+        of_file, argv = _many_fields(before_given(many.deepspeed, given), name)
+        many = dataclasses.replace(many, optimizer=of_file.optimizer)
+    experiment = default
+    for override in OVERRIDES:
+        value = getattr(many, override.field)
+        if value is not None and (override.in_help or not shows_help):
+            experiment = override.apply(experiment, value, goes_on)
+    experiment = of_one_length(experiment, argv)
+    experiment = with_rewards(with_own_warmup(experiment, argv) if may_shorten_warmup else experiment, argv)
     if shows_help:  # also shows the flags that have been removed
         everything = tuple[Own[Experiment], Own[TrainFlags], Own[ManyFields]]
-        own = (default, TrainFlags(), ManyFields())
-        parse_fields(everything, own, argv, name, about)
-    return parse_fields(Experiment, default, argv, name, about)
+        parse_fields(everything, (experiment, TrainFlags(), ManyFields()), argv, name, about)
+    return parse_fields(Experiment, experiment, argv, name, about)
 
 
-def _in_environment(experiment: "Experiment", name: str) -> "Experiment":
-    """The experiment in the environment of this name."""
-    from openpi_train.choice import on_env
-    from openpi_train.envs.named import environment
+def _many_fields(argv: Sequence[str], name: str) -> tuple["ManyFields", list[str]]:
+    """The flags that set many fields, and the other words. Raises UsageError for two that say the same."""
+    from openpi_train.command_line import ManyFields, parse_known
 
-    with reported_as(UsageError):
-        return on_env(experiment, environment(name))
+    many, rest = parse_known(ManyFields, argv, name, add_help=False)
+    given = {"--dataset": many.dataset, "--data.repo-id": many.repo_id, "--data.mixture": many.data_mixture}
+    if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
+        raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")
+    return many, rest
 
 
 def wants_help(argv: Sequence[str]) -> bool:

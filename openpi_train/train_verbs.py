@@ -57,7 +57,7 @@ def resume(argv: Sequence[str]) -> int:
     from openpi_train.tools import edited_experiment, resume_run
 
     request, rest = resume_run.where_it_began(request, rest)
-    experiment = with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run.")
+    experiment = with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run.", goes_on=True)
     if index == 0:
         edited_experiment.tell_edits(experiment, typed)
     return _run(experiment, process)

@@ -1,7 +1,9 @@
 """`python -m tests.mutants [NAME ...]`: make each mistake of the list in a copy of the tree, and run its tests.
 
 Ends with 1 where a mistake survives or the list does not fit the tree. Before that, all named tests run once without
-any mistake: one that fails or is skipped here could not notice anything. Read next: `catalogue.py`.
+any mistake: one that fails or is skipped here could not notice anything. `--since COMMIT` makes small mistakes in what
+has changed since then in place of the list's, and lists those that nobody notices: they are to be read, and end with 0.
+Read next: `catalogue.py`, `generated.py`.
 """
 
 import argparse
@@ -20,10 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import catalogue
+from . import catalogue, generated
 from .catalogue import ROOT, Mutation
+from .generated import SmallMistake
 
 TIMEOUT_S = 600
+# One failure is enough for a small mistake, and slow tests are too slow for dozens of them.
+SMALL_OPTIONS, SMALL_TIMEOUT_S = ("-x", "-m", "not slow"), 120
 CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
 
 
@@ -31,7 +36,7 @@ CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
 class Result:
     """What came of a mutation; `detail` says more where it was not caught by a failing test."""
 
-    mutation: Mutation
+    mutation: Mutation | SmallMistake
     outcome: str
     seconds: float
     detail: str = ""
@@ -84,12 +89,14 @@ class Copy:
         self._edits += 1
         os.utime(path, (self._edits, self._edits))
 
-    def run(self, tests: Sequence[str], timeout_s: float) -> tuple[dict[str, str] | None, str]:
+    def run(
+        self, tests: Sequence[str], timeout_s: float, options: Sequence[str] = ()
+    ) -> tuple[dict[str, str] | None, str]:
         """Outcomes of these tests by name, None where time ran out; and the end of what pytest printed."""
         outcomes = Path(self._environment["MUTANTS_OUTCOMES"])
         outcomes.unlink(missing_ok=True)
         assert self._worker.stdin and self._worker.stdout
-        self._worker.stdin.write(json.dumps({"tests": tests, "timeout_s": timeout_s}) + "\n")
+        self._worker.stdin.write(json.dumps({"tests": [*options, *tests], "timeout_s": timeout_s}) + "\n")
         self._worker.stdin.flush()
         answer = json.loads(self._worker.stdout.readline())
         if not answer["ended"]:
@@ -108,22 +115,25 @@ def of_test(outcomes: dict[str, str], test: str) -> list[str]:
     return [outcome for name, outcome in outcomes.items() if name == test or name.startswith((f"{test}[", f"{test}::"))]
 
 
-def attempt(copy: Copy, mutation: Mutation) -> Result:
-    """Make the mistake, run its tests, take it back."""
+def attempt(copy: Copy, mutation: Mutation | SmallMistake) -> Result:
+    """Make the mistake, run its tests, take it back. All tests of one of the list must fail, of a small one any."""
     source = (ROOT / mutation.file).read_text(encoding="utf-8")
     started = time.monotonic()
     copy.write(mutation.file, mutation.applied(source))
+    listed = isinstance(mutation, Mutation)
     try:
-        outcomes, printed = copy.run(mutation.tests, TIMEOUT_S)
+        outcomes, printed = copy.run(mutation.tests, *((TIMEOUT_S,) if listed else (SMALL_TIMEOUT_S, SMALL_OPTIONS)))
     finally:
         copy.write(mutation.file, source)
     seconds = time.monotonic() - started
+    if not listed and not outcomes:
+        return Result(mutation, CAUGHT, seconds, "its tests cannot be run, or do not end")
     if outcomes is None:
         return Result(mutation, BROKEN, seconds, f"its tests did not end within {TIMEOUT_S} s; name some that fail")
     if not outcomes:
         return Result(mutation, BROKEN, seconds, f"no test could be run: {printed}")
     passed = [test for test in mutation.tests if "failed" not in of_test(outcomes, test)]
-    if passed:
+    if passed and (listed or len(passed) == len(mutation.tests)):
         return Result(mutation, SURVIVED, seconds, f"passed: {', '.join(passed)}")
     return Result(mutation, CAUGHT, seconds)
 
@@ -157,15 +167,16 @@ class Copies:
             copy.close()
 
 
-def check_without_mistakes(copies: Copies, mutations: Sequence[Mutation]) -> list[str]:
+def check_without_mistakes(copies: Copies, mutations: Sequence[Mutation | SmallMistake]) -> list[str]:
     """What is wrong with the named tests as they stand: one line each."""
+    options = () if all(isinstance(mutation, Mutation) for mutation in mutations) else SMALL_OPTIONS
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     by_file = {test.partition("::")[0]: [] for test in tests}
     for test in tests:
         by_file[test.partition("::")[0]].append(test)
 
     def problems(copy: Copy, tests: list[str]) -> list[str]:
-        outcomes, printed = copy.run(tests, timeout_s=TIMEOUT_S)
+        outcomes, printed = copy.run(tests, TIMEOUT_S, options)
         if not outcomes:
             return [f"{tests[0]} and others could not be run without a mistake: {printed or 'time ran out'}"]
         found = {test: set(of_test(outcomes, test)) for test in tests}
@@ -178,7 +189,7 @@ def check_without_mistakes(copies: Copies, mutations: Sequence[Mutation]) -> lis
     return [problem for found in copies.map(problems, by_file.values()) for problem in found]
 
 
-def try_all(copies: Copies, mutations: Sequence[Mutation]) -> list[Result]:
+def try_all(copies: Copies, mutations: Sequence[Mutation | SmallMistake]) -> list[Result]:
     """What came of each mutation, told as it comes."""
     results = []
     for result in copies.map(attempt, mutations):
@@ -187,34 +198,24 @@ def try_all(copies: Copies, mutations: Sequence[Mutation]) -> list[Result]:
     return sorted(results, key=lambda result: result.mutation.name)
 
 
-def table(results: Sequence[Result]) -> str:
-    """Mutations, caught and survived, for every group."""
-    lines = [f"{'group':<34} {'mutations':>9} {'caught':>7} {'survived':>9}"]
-    for group in sorted({group for result in results for group in result.mutation.holds}):
-        of_group = [result.outcome for result in results if group in result.mutation.holds]
-        caught = of_group.count(CAUGHT)
-        lines.append(f"{group:<34} {len(of_group):>9} {caught:>7} {len(of_group) - caught:>9}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("names", nargs="*", help="patterns of names (all)")
-    parser.add_argument("--group", metavar="PATTERN", help="only mutations of a group that fits")
+    parser.add_argument("names", nargs="*", help="patterns of names of the list (all)")
+    parser.add_argument("--since", metavar="COMMIT", help="small mistakes in what has changed since then")
+    parser.add_argument("--most", type=int, default=60, help="so many of them, drawn evenly (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (%(default)s)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2)), help="tried at the same time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mistake first")
     given = parser.parse_args()
     try:
-        mutations = catalogue.read()
-        catalogue.check(mutations)
+        chosen = generated.since(given.since, given.most, given.seed) if given.since else _listed(given.names)
     except catalogue.CatalogueError as error:
         print(f"the list of mutations does not fit the tree:\n{error}", file=sys.stderr)
         return 1
-    chosen = [mutation for mutation in mutations if _wanted(mutation, given.names, given.group)]
     if not chosen:
-        print("no mutation is of that name or group", file=sys.stderr)
-        return 1
+        print("nothing of the product has changed" if given.since else "no mutation is of that name", file=sys.stderr)
+        return 0 if given.since else 1
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants_") as scratch:
         copies = Copies(Path(scratch), given.processes)
@@ -226,16 +227,17 @@ def main() -> int:
         finally:
             copies.close()
     caught = sum(result.outcome == CAUGHT for result in results)
-    print(f"\n{table(results)}\n\n{caught} of {len(results)} caught, in {time.monotonic() - started:.0f} s")
+    print(f"{caught} of {len(results)} caught, in {time.monotonic() - started:.0f} s")
     if given.json:
         rows = [dataclasses.asdict(result) for result in results]
         given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0 if caught == len(results) else 1
+    return 0 if given.since or caught == len(results) else 1
 
 
-def _wanted(mutation: Mutation, names: Sequence[str], group: str | None) -> bool:
-    named = not names or any(fnmatch.fnmatch(mutation.name, name) for name in names)
-    return named and (group is None or any(fnmatch.fnmatch(held, group) for held in mutation.holds))
+def _listed(names: Sequence[str]) -> list[Mutation]:
+    mutations = catalogue.read()
+    catalogue.check(mutations)
+    return [one for one in mutations if not names or any(fnmatch.fnmatch(one.name, name) for name in names)]
 
 
 if __name__ == "__main__":

@@ -336,8 +336,8 @@ def test_a_run_is_a_model_too(started, project):
         (["--algorithm", "kto"], "--algorithm kto: allowed: sft, rm, reward, dpo, ppo, grpo"),
         (["--mode", "eval"], "--mode eval: the loss on validation files is measured during training"),
         (
-            ["--algorithm", "sft", "--dataset", "x"],
-            "--dataset, --data.repo-id, --data.robot and --deepspeed are for named experiments",
+            ["--algorithm", "sft", "--deepspeed", "x"],
+            "posttrain takes a DeepSpeed file with --deepspeed-config",
         ),
         (["--config", "absent.yaml"], "the config absent.yaml cannot be read: No such file or directory"),
         (["--config", "none.yaml"], "no algorithm: give --algorithm, or training.algorithm in none.yaml"),

@@ -115,7 +115,7 @@ def test_a_config_for_another_robot_is_refused(started, old, new, message, capsy
         (("--experiment", "paligema_flow"), "paligemma_flow"),
         (("--config", "other.yaml"), "the config other.yaml cannot be read"),
         (("--train_data_override", "a,b"), "has 2 paths: put the files in one folder"),
-        (("--dataset", "a"), "--dataset, --data.repo-id, --data.robot and --deepspeed are for named experiments"),
+        (("--deepspeed", "a"), "--deepspeed is for named experiments and runs"),
     ],
 )
 def test_what_cannot_be_is_an_error(started, words, message, capsys):
