@@ -255,7 +255,8 @@ def test_what_grows_is_told_from_what_only_varies_and_from_what_a_start_fills():
     row = long_run.row_of("leaking", leaking, 10_000)
     assert row[-1] == "grows" and float(row[-3]) == pytest.approx(1, abs=0.1) and row[5] == pytest.approx(460, abs=2)
     assert long_run.row_of("shrinking", [(step, 900 - value) for step, value in leaking], 10_000)[-1] == "shrinks"
-    assert long_run.row_of("short", flat[:15], 150)[-1] == "too short"
+    assert long_run.row_of("short", flat[:15], 10_000)[-1] == "too short"
+    assert long_run.row_of("short", leaking, long_run.LEAST_STEPS - 1)[-1] == "too short"
     # The interval of ten points, beside scipy's.
     points = [(float(x), y) for x, y in zip(range(1000, 21_000, 1000), rng.normal(size=20), strict=True)]
     slope, half, _ = long_run.fit(points)

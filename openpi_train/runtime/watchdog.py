@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from openpi_train.runtime import exits, logs, phases, step_times
 from openpi_train.runtime.exits import DONE, PEER_LOST, PREEMPTED
@@ -33,6 +33,7 @@ from openpi_train.runtime.waiting import Timeouts, duration
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_DATA = _PACKAGE / "data"
 _BEAT_S = 2.0
 _REPORT_EVERY_S = 15.0
 _SUSPICIOUS_BEATS = 2  # without a message; one is usual, since heartbeats are not synchronised
@@ -295,12 +296,19 @@ class Watchdog:
 
 
 def _where() -> str:
-    """Where the main thread is: its innermost function, and the innermost of this package."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Where the main thread is, and where a thread is that reads data, for which the main thread may wait."""
+    frames, main = sys._current_frames(), threading.main_thread().ident or 0
+    readers = [_place(frame, _DATA) for thread, frame in frames.items() if thread != main]
+    places = [_place(frames.get(main), _PACKAGE)[0], *[f"a reader in {place}" for place, ours in readers if ours][:1]]
+    return "in " + "; ".join(places)
+
+
+def _place(frame: Any, folder: Path) -> tuple[str, bool]:
+    """The innermost function of a thread, and the innermost in this folder; and whether there is one."""
     frames = [(each.f_code.co_name, each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)]
-    ours = [place for place in frames if place[1].startswith(str(_PACKAGE))]
+    ours = [place for place in frames if place[1].startswith(f"{folder}{os.sep}")]
     shown = dict.fromkeys([*frames[:1], *ours[:1]])
-    return "in " + ", within ".join(f"{name} ({Path(file).name}:{line})" for name, file, line in shown)
+    return ", within ".join(f"{name} ({Path(file).name}:{line})" for name, file, line in shown), bool(ours)
 
 
 def _end_anyway(code: int) -> None:

@@ -80,7 +80,8 @@ def test_a_step_that_hangs_on_one_process_ends_all_and_names_it(tmp_path):
     with Processes(tmp_path, 2, *LIMITS, *fault) as run:
         assert run.codes(240) == [PEER_LOST] * 2, run.said()
         for index in (0, 1):
-            stuck = rf"process 1 on {HOST} is stuck \(training, step \d+, .*\): no progress for"
+            place = r"in wait .*, within \w+ \(feed\.py:\d+\); a reader in batch \(small_runs\.py:\d+\), within .*"
+            stuck = rf"process 1 on {HOST} is stuck \(training, step \d+, {place}\): no progress for"
             run.check_last_words(index, stuck)
         assert "in batch" in run.log(1), "the stack that hangs"
 
