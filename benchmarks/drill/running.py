@@ -21,7 +21,7 @@ AGAIN = re.compile(r"^starting again in .*?: (.*)")
 CODE = re.compile(r"exit code (\d+)")
 _TAIL_BYTES = 1 << 14
 # The hosts are slower than real ones, and so are their watchdogs' limits shorter.
-TIMEOUTS = ("--timeouts.lost-s", "15", "--timeouts.stuck-s", "12", "--timeouts.phase-s", "60")
+TIMEOUTS = ("--timeouts.lost-s", "15", "--timeouts.stuck-s", "12", "--timeouts.phase-s", "90")
 TIMEOUTS += ("--timeouts.rendezvous-s", "90", "--timeouts.data-s", "90", "--timeouts.handshake-s", "60")
 GRACE_S = 5
 
