@@ -3,7 +3,8 @@
 After each fault the run must train again without a person, soon, from its newest checkpoint; the launcher must name the
 cause and the host; nothing may be left over, and nothing may grow. At the end the run is compared with an undisturbed
 one: every array of the last checkpoint and the metrics of every step must be bit-identical. The first thing that is not
-so ends the drill; the same seed repeats it. Needs root on Linux. Read next: `drill/kinds.py`, `drill/drill_loop.py`.
+so ends the drill; the same seed repeats it, with `--first` from there on. Needs root on Linux.
+Read next: `drill/kinds.py`, `drill/drill_loop.py`.
 """
 
 import argparse
@@ -35,6 +36,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=200, help="how many (%(default)s)")
     parser.add_argument("--hosts", type=int, default=4, help="of one process each; one more is spare (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of kinds, victims and times (%(default)s)")
+    parser.add_argument("--first", type=int, default=1, help="begin with this fault of the sequence (%(default)s)")
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), default="imitation", help="(%(default)s)")
     parser.add_argument(
         "--kinds", nargs="+", default=list(kinds.KINDS), choices=list(kinds.KINDS), metavar="KIND", help="(all)"
@@ -62,7 +64,7 @@ def _table(flags: argparse.Namespace, lab: Laboratory, drilled: Drilled, began: 
     rng = random.Random(flags.seed)
     names = kinds.possible(flags.kinds, list(lab.missing), drilled, short=flags.small)
     faults = kinds.sequence(flags.faults, names, 0.0 if flags.quick else _OVERLAPPING, rng)
-    drill = Drill(lab, drilled, flags.hosts, faults, rng, lambda line: print(line, file=sys.stderr, flush=True))
+    drill = Drill(lab, drilled, flags.hosts, faults, flags.seed, flags.first, _tell)
     problem = drill.go() or differences(lab, drill.run, drilled, flags.hosts)
     account = read_account(drill.run.files()) or {"training": 0.0}
     minutes = (time.monotonic() - began) / 60
@@ -77,7 +79,11 @@ def _table(flags: argparse.Namespace, lab: Laboratory, drilled: Drilled, began: 
     ]
     hosts = f"{flags.hosts} hosts and a spare one"
     title = f"Fault drill: {drilled.name} experiment, {hosts}, a checkpoint every {drilled.save_interval} steps"
-    return Table(title, COLUMNS, _rows(faults, drill.survived), notes, problem)
+    return Table(title, COLUMNS, _rows(faults[flags.first - 1 :], drill.survived), notes, problem)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _rows(faults: Sequence[tuple[str, ...]], survived: Sequence[Survived]) -> list[list[Cell]]:

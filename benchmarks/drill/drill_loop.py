@@ -27,6 +27,8 @@ _MOST_RESTARTS = 6
 # A run that goes on through a fault shows it by so many steps.
 _STEPS_ON = 5
 _POLL_S = 0.05
+# Per core, of a drill alone.
+_USUAL_LOAD = 4.0
 ENDLESS = ("--num-train-steps", "1000000")
 
 
@@ -56,7 +58,7 @@ class Notice:
 
 
 class Drill:
-    """A run of `drilled` in a laboratory, its faults that are to come, and those that it has survived."""
+    """A run of `drilled` in a laboratory, its faults, those from number `first` on to come, and those survived."""
 
     def __init__(
         self,
@@ -64,11 +66,12 @@ class Drill:
         drilled: Drilled,
         num_hosts: int,
         faults: Sequence[tuple[str, ...]],
-        rng: random.Random,
+        seed: int,
+        first: int,
         tell: Callable[[str], None],
     ):
         self._lab, self._drilled, self._num_hosts = lab, drilled, num_hosts
-        self._faults, self._rng, self._tell = faults, rng, tell
+        self._faults, self._seed, self._first, self._tell = faults, seed, first, tell
         self.run = Running(lab, drilled, num_hosts, "disturbed")
         self.survived: list[Survived] = []
         self._start_s = 0.0
@@ -84,7 +87,8 @@ class Drill:
                 self._start_s = time.monotonic() - began
                 self._await_checkpoint(after=max(run.checkpoints(), default=0))
                 self._baseline = Baseline(self._lab, run)
-                for number, names in enumerate(self._faults, 1):
+                for number, names in enumerate(self._faults[self._first - 1 :], self._first):
+                    self._rng = random.Random(f"{self._seed}/{number}")  # so that each can be repeated alone
                     self._tell(f"{number} of {len(self._faults)}: {', then '.join(names)}")
                     self.survived.append(one := self._one(names))
                     where, codes = ", ".join(one.windows), one.codes or "no restart"
@@ -107,7 +111,8 @@ class Drill:
         notices, at = [], 0.0
         scenes = [self._armed(kinds[0], token, is_next=False)]
         for number, kind in enumerate(kinds):
-            scene, launched, since = scenes[number], run.launched, len(run.lines)
+            scene, launched = scenes[number], run.launched
+            since = notices[-1].place + 1 if notices else heard
             with self._struck(scene, kind) as fired_at:
                 at = at or fired_at
                 if kind.codes:
@@ -159,12 +164,9 @@ class Drill:
     def _noticed(self, scene: Scene, kind: Kind, since: int) -> Notice:
         """The launcher's line about it, which must have a right code and name the host."""
         limit_s = kind.noticed_s + self._bound_s([])
-        place = self.run.launched.await_place(AGAIN, limit_s, since)
-        if place is None:
-            raise FaultFailed(f"the launcher did not start the run again within {limit_s:.0f} s ({scene.window})")
-        found = AGAIN.search(self.run.lines[place].text)
-        assert found and scene.fired and kind.codes
-        notice = Notice(place, found[1])
+        problem = f"the launcher did not start the run again ({scene.window})"
+        notice: Notice = self._await(lambda: next(iter(_notices(self.run, since)), None), limit_s, problem)
+        assert scene.fired and kind.codes
         if notice.code not in kind.codes:
             expected = ", ".join(map(str, sorted(kind.codes)))
             raise FaultFailed(f"the launcher's code is {notice.code} and not {expected} ({scene.window}): {found[1]}")
@@ -249,14 +251,21 @@ class Drill:
 
     def _await(self, condition: Callable[[], Any], limit_s: float, problem: str) -> Any:
         """The condition's value, once it is true. Raises FaultFailed after the time-out, or if the launcher ends."""
-        deadline, launched = time.monotonic() + limit_s, self.run.launched
+        spent_s, launched, now = 0.0, self.run.launched, time.monotonic()
         while not (value := condition()):
             if launched.process.poll() is not None:
                 raise FaultFailed(f"the launcher ended with code {launched.process.returncode}: {problem}")
-            if time.monotonic() > deadline:
+            if spent_s > limit_s:
                 raise FaultFailed(f"{problem}, after {limit_s:.0f} s")
             time.sleep(_POLL_S)
+            before, now = now, time.monotonic()
+            spent_s += (now - before) / _crowd()
         return value
+
+
+def _crowd() -> float:
+    """How much more slowly a run goes because of other programs here, roughly; 1 where there are none."""
+    return max(1.0, os.getloadavg()[0] / (_USUAL_LOAD * (os.cpu_count() or 1)))
 
 
 def _notices(run: Running, since: int) -> list[Notice]:

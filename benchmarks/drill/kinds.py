@@ -19,7 +19,7 @@ _KILLED = frozenset(KILLED_BY + number for number in (signal.SIGKILL, signal.SIG
 # A process that is told to stop before it has anything to save, or while others are lost.
 _TERMINATED = KILLED_BY + signal.SIGTERM
 # On a laptop the shares of a second: a limit of the watchdog's, and ssh's own.
-_STUCK_S, _LOST_S, _PHASE_S = 30.0, 30.0, 75.0
+_STUCK_S, _LOST_S, _PHASE_S = 30.0, 30.0, 110.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ CONTINUING = re.compile(r" I continuing from step (\d+) of ")
 AGAIN = re.compile(r"^starting again in .*?: (.*)")
 CODE = re.compile(r"exit code (\d+)")
 # The hosts are slower than real ones, and so are their watchdogs' limits shorter.
-TIMEOUTS = ("--timeouts.lost-s", "15", "--timeouts.stuck-s", "12", "--timeouts.phase-s", "60")
+TIMEOUTS = ("--timeouts.lost-s", "15", "--timeouts.stuck-s", "12", "--timeouts.phase-s", "90")
 TIMEOUTS += ("--timeouts.rendezvous-s", "90", "--timeouts.data-s", "90", "--timeouts.handshake-s", "60")
 GRACE_S = 5
 
