@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import random
 import re
 import shlex
 import subprocess
@@ -20,7 +19,6 @@ from scipy import stats
 from benchmarks import __main__ as program
 from benchmarks import (
     closed_loop,
-    faults,
     gpu_compile,
     gpu_steps,
     gpu_times,
@@ -266,16 +264,6 @@ def test_what_grows_is_told_from_what_only_varies_and_from_what_a_start_fills():
     assert slope == pytest.approx(fitted.slope) and half == pytest.approx(
         stats.t.ppf(0.975, 8) * fitted.stderr, rel=1e-3
     )
-
-
-def test_faults_come_as_often_as_their_weights_say():
-    order = faults.sequence(50, list(faults.FAULTS), random.Random(0))
-    numbers = {kind: order.count(kind) for kind in faults.FAULTS}
-    assert sum(numbers.values()) == 50
-    for kind, number in numbers.items():
-        assert abs(number - faults.WEIGHTS[kind] * 50 / sum(faults.WEIGHTS.values())) < 1
-    assert order == faults.sequence(50, list(faults.FAULTS), random.Random(0))
-    assert order != faults.sequence(50, list(faults.FAULTS), random.Random(1))
 
 
 def test_a_table_shows_medians_with_their_spread():

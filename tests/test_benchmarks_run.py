@@ -217,6 +217,24 @@ def test_a_long_run_is_watched_from_outside(quick):
     assert found["checkpoints, MB"]["100%"] > 0 and found["process 0, RSS MB"]["verdict"] == "too short"
 
 
+def test_many_processes_meet_agree_save_restore_lose_one_and_meet_again(quick):
+    found = rows(quick, "Many processes, ")
+    assert [row["stage"] for row in found] == [
+        "start: meet, start jax",
+        "13 gathers",
+        "broadcast",
+        "save: checksums, manifest",
+        "restart: check of all files",
+        "save: one element a leaf",
+        "restart: restore them",
+        "again, start: meet, start jax",
+    ]
+    assert all(row["processes"] == 8 and row["CPU s of another"] > 0 for row in found)
+    (held,) = rows(quick, "Many processes: what")
+    assert held["exit codes"] == "1 x -9, 7 x 70"
+    assert held["open files of process 0"] > held["open files of another"]
+
+
 def test_results_say_when_on_what_and_with_which_code_they_were_measured(quick):
     facts = quick[1]["provenance"]
     assert set(facts) == {"date", "devices", "cpu", "load", "versions", "commit", "command"}

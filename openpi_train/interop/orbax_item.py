@@ -26,6 +26,7 @@ METADATA = "_METADATA"
 # Chunks are always decoded as a whole: as many at a time as have this many bytes. Chunks larger than a piece are read
 # with `big_chunk.py`.
 _CHUNKS_BYTES = 4 * PIECE_BYTES
+_INDEX_POOL, _INDEX_BYTES = "cache_pool#index", 64 << 20
 
 
 def open_item(item: Place) -> Leaves:
@@ -33,14 +34,19 @@ def open_item(item: Place) -> Leaves:
     import tensorstore
 
     paths, driver = _described(item)
-    base: dict[str, Any] = {"driver": "ocdbt", "base": item.kvstore} if item.has("manifest.ocdbt") else {}
+    base: dict[str, Any] = {}
+    if item.has("manifest.ocdbt"):
+        base = {"driver": "ocdbt", "base": item.kvstore, "cache_pool": _INDEX_POOL}
 
     def spec(path: str) -> dict[str, Any]:
         key = f"{path.replace('/', '.')}/"
         return {"driver": driver, "kvstore": {**base, "path": key} if base else f"{item.kvstore}{key}"}
 
-    # Chunks are not cached, since the cache would grow to the whole item.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+    # Chunks are not cached, since the cache would grow to the whole item. The store's index is: else every leaf reads
+    # and decodes it anew, and it has an entry for each process's part of each leaf.
+    context = tensorstore.Context(
+        {"cache_pool": {"total_bytes_limit": 0}, _INDEX_POOL: {"total_bytes_limit": _INDEX_BYTES}}
+    )
     opening = {path: tensorstore.open(spec(path), context=context, open=True, read=True) for path in paths}
     return {path: _leaf(item, path, pending) for path, pending in opening.items()}
 

@@ -47,3 +47,18 @@ def test_a_save_that_fails_makes_no_file_afterwards(tmp_path):
     shutil.rmtree(tmp_path / "params")
     time.sleep(0.3)  # what was on its way would be there by now
     assert not (tmp_path / "params").exists()
+
+
+def num_files_opened() -> int:
+    (metric,) = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/open_read")
+    return metric["values"][0]["value"]
+
+
+def test_the_index_of_a_store_is_not_read_anew_for_every_leaf(tmp_path):
+    """Three files are opened for each leaf, its values among them; without a cache of the index five."""
+    values = {f"leaf_{n}": np.random.default_rng(n).standard_normal(500).astype(np.float32) for n in range(20)}
+    orbax_item.save_item(tmp_path / "item", values)
+    before = num_files_opened()
+    for name, leaf in orbax_item.open_item(Place.of(tmp_path / "item")).items():
+        np.testing.assert_array_equal(leaf.read(leaf.everything), values[name])
+    assert num_files_opened() - before <= 3 * len(values) + 4
