@@ -85,16 +85,16 @@ class PausingPointData(own_experiment.PointData):
         if fault == "hangs at evaluation":
             held_out_loss.HeldOutLoss.__call__ = lambda *arguments: time.sleep(600)
         if fault == "hangs at save":
-            ocp.AsyncCheckpointer.save = lambda *arguments, **named: time.sleep(600)
+            ocp.PyTreeCheckpointHandler.save = lambda *arguments, **named: time.sleep(600)
         if fault in ("save fails", "one save fails"):
-            write = ocp.AsyncCheckpointer.save
+            write = ocp.PyTreeCheckpointHandler.save
 
             def fail(*arguments, **named):
                 if fault == "one save fails":
-                    ocp.AsyncCheckpointer.save = write
+                    ocp.PyTreeCheckpointHandler.save = write
                 raise OSError(5, "Input/output error")
 
-            ocp.AsyncCheckpointer.save = fail
+            ocp.PyTreeCheckpointHandler.save = fail
         return OpenedPausingPoints(num_samples=self.num_points, pause_s=self.pause_s, fault=fault)
 
 

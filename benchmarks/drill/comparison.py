@@ -1,5 +1,6 @@
 """The end of a drill: the disturbed run beside an undisturbed one of as many steps, bit by bit."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.drill.laboratory import Laboratory
 from benchmarks.drill.running import Running
 
 _START_S, _STEP_S = 300.0, 2.0
+Metrics = Mapping[int, Mapping[str, Any]]
 
 
 def differences(lab: Laboratory, disturbed: Running, drilled: Drilled, num_hosts: int) -> str:
@@ -25,13 +27,19 @@ def differences(lab: Laboratory, disturbed: Running, drilled: Drilled, num_hosts
             return f"the undisturbed run ended with code {code}\n{undisturbed.said()}"
     finally:
         undisturbed.close()
-    expected = undisturbed.metrics()
+    return compare((found, disturbed.files()), (undisturbed.metrics(), undisturbed.files()))
+
+
+def compare(disturbed: tuple[Metrics, Path], undisturbed: tuple[Metrics, Path]) -> str:
+    """The differences of two runs, each with its metrics by step and its directory, or an empty string."""
+    (found, one), (expected, other) = disturbed, undisturbed
+    last = max(found)
     if wrong := [step for step in expected if found.get(step) != expected[step]]:
         return (
             f"the metrics of {len(wrong)} of {last} steps differ from the undisturbed run's, first at {wrong[0]}: "
             f"{found.get(wrong[0])} instead of {expected[wrong[0]]}"
         )
-    ours, theirs = (_arrays(run.files() / str(last)) for run in (disturbed, undisturbed))
+    ours, theirs = (_arrays(directory / str(last)) for directory in (one, other))
     different = [name for name in theirs if name not in ours or ours[name].tobytes() != theirs[name].tobytes()]
     if different or len(ours) != len(theirs):
         return f"{len(different)} of {len(theirs)} arrays of checkpoint {last} differ, first {different[:1]}"

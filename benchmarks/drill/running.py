@@ -91,12 +91,7 @@ class Running:
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of each step, without those that depend on the machine."""
-        lines = map(json.loads, (self.files() / "metrics.jsonl").read_text().splitlines())
-        return {
-            line["step"]: {name: value for name, value in line.items() if not _MEASURED.fullmatch(name)}
-            for line in lines
-            if "loss" in line
-        }
+        return metrics_in(self.files())
 
     def said(self, count: int = 60) -> str:
         """The last lines of the launcher."""
@@ -104,6 +99,16 @@ class Running:
 
     def _behind(self, path: Path) -> Path:
         return self._lab.behind / path.relative_to(self._lab.shared)
+
+
+def metrics_in(directory: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each step of a run directory, without those that depend on the machine."""
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {
+        line["step"]: {name: value for name, value in line.items() if not _MEASURED.fullmatch(name)}
+        for line in lines
+        if "loss" in line
+    }
 
 
 # Metrics that depend on the machine.

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from openpi_train.data.source import BadRecord
-from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.exits import DataError, RunError, kind_for
 
 # FFmpeg and HDF5 give these for contents that make no sense to them.
 _OF_CONTENTS = {errno.EINVAL, errno.EDOM, errno.ERANGE, errno.EILSEQ}
@@ -61,8 +61,8 @@ def raise_if_system(error: BaseException, path: Path) -> None:
     raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def of_record(error: Exception, where: str) -> DataError:
-    """The error for a step that cannot be read: BadRecord, or DataError if the system failed or the file is another.
+def of_record(error: Exception, where: str) -> RunError:
+    """The error for a step that cannot be read: BadRecord, or another if the system failed or the file is another.
 
     Another row may stand in for a damaged one. A file system that fails would have all rows replaced: it ends the run.
     """
@@ -70,4 +70,5 @@ def of_record(error: Exception, where: str) -> DataError:
         return DataError(f"{where}: {error}")
     if system_errno(error) is None:
         return BadRecord(f"{where}: {error}")
-    return DataError(f"{where}: {error}. This is an error of the system, not damage: resume the run once it is mended")
+    told = f"{where}: {error}. This is an error of the system, not damage: resume the run once it is mended"
+    return kind_for(error, DataError)(told)

@@ -26,6 +26,7 @@ from openpi_train.data.source import BadRecord
 from openpi_train.data.tuning import WorkerTuner, usable_cores
 from openpi_train.data.workers import LocalBatches, block_stop_signals, start_worker
 from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.types import action_batch
 
 logger = logging.getLogger(__name__)
@@ -95,12 +96,9 @@ class RowFeed(Feed):
             self.wait_s += time.monotonic() - started
             self._step += 1
             return batch
-        self.start()
-        assert self._ahead is not None
         try:
-            batch, skipped = self._ahead.result()
+            batch, skipped = patiently(self._read_ahead, "reading the data")
         except (ValueError, BadRecord) as error:
-            self._stop_reading()
             raise DataError(str(error)) from error
         self.wait_s += time.monotonic() - started
         self._count(skipped)
@@ -108,6 +106,16 @@ class RowFeed(Feed):
         self._ahead = None
         self.start()
         return batch
+
+    def _read_ahead(self) -> tuple[Any, list[str]]:
+        """The batch that is read in the background; after an error it is read anew."""
+        self.start()
+        assert self._ahead is not None
+        try:
+            return self._ahead.result()
+        except Exception:
+            self._stop_reading()
+            raise
 
     def tune(self, *, step_s: float, wait_s: float) -> None:
         """Report the duration of the steps since the last call and their wait for data; "auto" may then add workers."""

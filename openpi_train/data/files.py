@@ -34,11 +34,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with draft.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            with naming(path):
+                file.flush()
+                os.fsync(file.fileno())
         draft.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where it cannot be written, the first error tells more
+            draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

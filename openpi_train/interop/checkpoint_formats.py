@@ -30,7 +30,7 @@ from openpi_train.interop.torch_file import is_torch_file
 from openpi_train.interop.vla import vla_checkpoint
 from openpi_train.models.accompanied import CRITIC, REFERENCE
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError, kind_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,9 @@ def _refuse_what_is_none(place: Place) -> None:
     try:
         empty = place.local.is_dir() and not any(place.local.iterdir())
     except OSError as error:
-        raise CheckpointError(f"{place} cannot be read: {error.strerror}; check its permissions") from error
+        raise kind_for(error, CheckpointError)(
+            f"{place} cannot be read: {error.strerror}; check its permissions"
+        ) from error
     if empty:
         raise CheckpointError(f"no checkpoint at {place}: the directory is empty; was its copy interrupted?")
 

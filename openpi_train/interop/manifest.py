@@ -46,7 +46,8 @@ def sums(directory: pathlib.Path, *, passed_over: Iterable[str] = ()) -> Sums:
     for place, folders, names in os.walk(directory, onerror=_raise):
         here = pathlib.Path(place)
         folders[:] = [name for name in folders if (here / name).relative_to(directory).as_posix() not in passed_over]
-        paths += [here / name for name in names if name != MANIFEST]
+        # Nor what an attempt to write it has left.
+        paths += [here / name for name in names if name != MANIFEST and not name.startswith(f".{MANIFEST}.")]
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         found = pool.map(_size_and_crc32, paths)
         return {path.relative_to(directory).as_posix(): list(sum_) for path, sum_ in zip(paths, found, strict=True)}

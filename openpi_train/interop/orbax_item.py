@@ -20,7 +20,7 @@ from openpi_train.data.files import write_json
 from openpi_train.interop import big_chunk
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import PIECE_BYTES, Index, Leaves, Piece, StoredLeaf, at_hand, blocks, in_memory
-from openpi_train.runtime.exits import CheckpointError
+from openpi_train.runtime.exits import CheckpointError, kind_for
 
 METADATA = "_METADATA"
 # Chunks are always decoded as a whole: as many at a time as have this many bytes. Chunks larger than a piece are read
@@ -139,7 +139,7 @@ def _leaf(item: Place, path: str, opening: Any) -> StoredLeaf:
             yield
         except (ValueError, OSError) as error:
             said = str(error).partition(" [")[0]
-            raise CheckpointError(
+            raise kind_for(error, CheckpointError)(
                 f"{item} is truncated or damaged: its leaf {path} cannot be read ({said}); fetch it again"
             ) from error
 

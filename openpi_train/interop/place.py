@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from openpi_train.runtime.exits import CheckpointError
+from openpi_train.runtime.exits import CheckpointError, kind_for
 
 SCHEMES = ("gs", "s3", "http", "https")
 # Retries of the first, small requests: by default tensorstore retries for 15 minutes without a network.
@@ -82,7 +82,7 @@ class Place:
                 file.seek(begin)
                 return file.read() if end is None else file.read(end - begin)
         except OSError as error:
-            raise CheckpointError(f"{self}/{name} cannot be read: {error.strerror}") from error
+            raise kind_for(error, CheckpointError)(f"{self}/{name} cannot be read: {error.strerror}") from error
 
     def json(self, name: str) -> dict[str, Any]:
         """The JSON object in a file. Raises CheckpointError if it cannot be read, or is not one."""
@@ -122,7 +122,7 @@ class Place:
             return ask()
         except (ValueError, OSError) as error:
             said = str(error).partition(" [")[0]
-            raise CheckpointError(
+            raise kind_for(error, CheckpointError)(
                 f"{self} cannot be read: {said}. Check the address, the network and the credentials; or copy it to a "
                 "local or shared disk and name that"
             ) from error

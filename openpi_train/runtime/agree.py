@@ -4,7 +4,7 @@ Everything goes through jax's coordination service, so it works without devices,
 process sets a key, all wait at a barrier, process 0 reads the keys of all at once and sets one key with what they hold,
 and each reads that. Each call is named; all processes must make the same calls in the same order, from the main thread.
 If processes are at different names, the call fails at once; if a process does not come, it names the missing ones after
-the time-out.
+the time-out. `tell` and `heard` are for other threads, which have no order.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _SLICE_S = 2.0  # between looks whether to tell who is missing
 # jax's own limit of a barrier must not expire first: it would fail for all, without saying who is missing.
 _BARRIER_SLACK_S, _LONGEST_BARRIER_S = 600.0, 30 * 24 * 3600.0
 _BARRIER = "openpi_train/agree"
-_LEFT = "openpi_train/left"
+_TOLD = "openpi_train/told/"
 
 _calls_made = 0
 _hosts: list[str] = []
@@ -92,22 +92,24 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     return _same_call(name, dict(enumerate(everyone)))
 
 
-def leave(name: str, value: Any) -> None:
-    """Leave a JSON value for `left_by_all`, from any thread; of each name only once. Raises PeerLostError."""
+def tell(name: str, value: Any) -> None:
+    """Say `value` under a name of its own, for `heard` on other processes; from any thread, and without waiting."""
+    if _place()[1] > 1:
+        with _told(name):
+            _client().key_value_set(f"{_TOLD}{name}", json.dumps(value))
+
+
+def heard(name: str, timeout_s: float) -> Any:
+    """What another process tells under this name; from any thread. Raises PeerLostError if it does not in time."""
     with _told(name):
-        _client().key_value_set(f"{_LEFT}/{name}/{_place()[0]}", json.dumps(value))
+        return json.loads(_client().blocking_key_value_get(f"{_TOLD}{name}", int(1000 * timeout_s)))
 
 
-def left_by_all(name: str) -> dict[int, Any]:
-    """What processes have left under a name, by their index, for one process, which takes it away.
-
-    It does not wait: the caller knows by something else that all of them have come. Raises PeerLostError.
-    """
-    folder = f"{_LEFT}/{name}/"
-    with _told(name):
-        left = _client().key_value_dir_get(folder)
-        _client().key_value_delete(folder)
-    return {int(key.rpartition("/")[2]): json.loads(said) for key, said in left}
+def forget(name: str) -> None:
+    """Delete what was told under this name, and under those that it is the folder of."""
+    if _place()[1] > 1:
+        with _told(name):
+            _client().key_value_delete(f"{_TOLD}{name}")
 
 
 def _meet(name: str, value: Any, timeout_s: float) -> int:
@@ -172,7 +174,8 @@ def _said(call: int) -> dict[int, str]:
 
 
 def _read(name: str, key: str, timeout_s: float) -> Any:
-    """The value of a key that process 0 sets at once."""
+    """The value of a key that process 0 sets at once. Python carries it there (`tunnel.py`), and may be in C code for
+    some seconds."""
     wait = Wait(timeout_s)
     while True:
         try:

@@ -24,8 +24,9 @@ from openpi_train.faults import (
     PREEMPTED,
     USAGE,
 )
-from openpi_train.runtime import logs
+from openpi_train.runtime import logs, phases
 from openpi_train.runtime.gpu_health import gpu_faults
+from openpi_train.runtime.system_errors import is_of_storage, passes
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +99,16 @@ class Preempted(RunError):
 
 @contextlib.contextmanager
 def reported_as(kind: type[RunError]) -> Iterator[None]:
-    """Report errors of reading the user's files as `kind`, without a traceback."""
+    """Report errors of reading the user's files as `kind`, without a traceback; those that pass as StorageError."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise kind(str(error)) from error
+        raise kind_for(error, kind)(str(error)) from error
+
+
+def kind_for(error: BaseException, kind: type[RunError]) -> type[RunError]:
+    """`kind`, but StorageError for an error that may be over a moment later, whatever the file: a restart helps."""
+    return StorageError if any(map(passes, causes(error))) else kind
 
 
 class Together:
@@ -132,7 +138,9 @@ class Together:
         told = [text for text in texts if not any(text != other and text in other for other in texts)]
         # Indivisible alone says that fewer hosts help.
         first = next((error for error in ordered if not isinstance(error, IndivisibleError)), ordered[0])
-        kind = next((kind for kind in (DataError, CheckpointError) if isinstance(first, kind)), UsageError)
+        kind = next(
+            (kind for kind in (StorageError, DataError, CheckpointError) if isinstance(first, kind)), UsageError
+        )
         raise kind("\n".join(told)) from first
 
 
@@ -173,6 +181,9 @@ _HARDWARE_SIGNS = (
     "CUDA_ERROR_CONTAINED",
     "uncorrectable ECC error",
 )
+# Memory that was enough for the steps before is not the program's fault: another one may have taken some, or what is
+# free lies in pieces.
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -185,12 +196,17 @@ def exit_code_of(error: BaseException) -> int:
         from_runtime = isinstance(cause, RuntimeError | ValueError | OSError)
         if from_runtime and any(sign in str(cause) for sign in _HARDWARE_SIGNS):
             return HARDWARE
+        if from_runtime and _NO_MEMORY in str(cause) and phases.has_taken_first_steps():
+            return HARDWARE
         if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
             return PEER_LOST
+        if is_of_storage(cause):
+            return StorageError.exit_code
     return BUG
 
 
 _say_farewell: Callable[[int, str], None] | None = None
+_before_a_stop: Callable[[], None] | None = None
 
 
 def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
@@ -200,6 +216,12 @@ def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
     """
     global _say_farewell
     _say_farewell = farewell
+
+
+def before_a_stop(act: Callable[[], None] | None) -> None:
+    """Register what this process does, in whichever thread, before it ends with code 75: the run was asked to stop."""
+    global _before_a_stop
+    _before_a_stop = act
 
 
 def run_guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -248,6 +270,11 @@ def _report(error: BaseException, code: int) -> None:
     elif isinstance(error, RunError):
         logs.keep_traceback(error)
         logger.error("%s", error)
+    elif any(map(is_of_storage, causes(error))):
+        kept = logs.keep_traceback(error)
+        logger.error(
+            "a file system failed (%s): start again with --resume", brief(error), exc_info=None if kept else error
+        )
     elif code == PEER_LOST:
         kept = logs.keep_traceback(error)
         logger.error(
@@ -264,6 +291,9 @@ def brief(error: BaseException) -> str:
 
 def end(code: int) -> NoReturn:
     """End the process at once, from any thread, after flushing all output."""
+    if code == PREEMPTED and _before_a_stop is not None:
+        with contextlib.suppress(Exception):  # it ends all the same
+            _before_a_stop()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # whoever read our output is gone; the log file has it all

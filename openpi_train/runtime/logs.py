@@ -62,9 +62,11 @@ def dump_stacks() -> None:
 
 
 def keep_traceback(error: BaseException) -> bool:
-    """Write the traceback of `error` to this process's log file; returns whether there is one."""
+    """Write the traceback of `error` to this process's log file, if it can be written; returns whether there is one."""
     files = _files()
     for file in files:
+        if file.problem is not None:  # what it does not take in the end is shown on the terminal
+            continue
         file.write("raised here:\n" + "".join(traceback.format_exception(error)))
     return bool(files)
 
@@ -120,5 +122,7 @@ def _add(root: logging.Logger, handler: logging.Handler) -> None:
 def _quiet_libraries(record: logging.LogRecord) -> bool:
     # Orbax and jax log several INFO lines per save, which belong in the file. absl also forwards Orbax's warnings about
     # intended states (an item of a checkpoint has no metadata of its own).
-    least = logging.ERROR if record.name == "absl" else logging.WARNING
-    return record.levelno >= least or record.name.startswith(("openpi_train", "__main__"))
+    # Errors of threads and tasks of a save are raised by the save, too.
+    if record.name in ("absl", "asyncio"):
+        return record.levelno >= logging.ERROR and record.exc_info is None
+    return record.levelno >= logging.WARNING or record.name.startswith(("openpi_train", "__main__"))

@@ -1,12 +1,15 @@
-"""An append-only file that survives a full disk. Read next: `logs.py`, `../training/metrics.py`.
+"""An append-only file that survives a disk that is full or fails. Read next: `logs.py`, `../training/metrics.py`.
 
 A full disk ends a run only at its next checkpoint, not at a log line.
 """
 
 import contextlib
+import io
 import logging
 import threading
 from pathlib import Path
+
+from openpi_train.runtime.system_errors import passes
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +18,7 @@ class PatientFile:
     """Appends to a file. Data that do not fit the disk wait in memory, and are written before later data.
 
     Any thread may write. After `close`, another write opens the file again. Raises OSError only if it cannot be
-    opened.
+    opened, with an error that will not pass.
     """
 
     def __init__(self, path: Path):
@@ -24,7 +27,14 @@ class PatientFile:
         """Why some data could not be written yet; None if there are none."""
         self._held = bytearray()
         self._lock = threading.Lock()
-        self._file = path.open("ab", buffering=0)
+        self._file: io.FileIO | None = None
+        try:
+            self._open()
+        except OSError as error:
+            if not passes(error):
+                raise
+            self.problem = error
+            self._tell_change(None)
 
     def write(self, data: str | bytes) -> int:
         """Append, now or as soon as there is space."""
@@ -39,44 +49,56 @@ class PatientFile:
         if self.problem is not None:
             self.write(b"")
 
+    def require_written(self) -> None:
+        """Return once all is written; raise the OSError that is in the way."""
+        self.flush()
+        if self.problem is not None:
+            raise self.problem
+
     def close(self) -> bytes:
         """Close the file after a last attempt; returns the data that could not be written."""
         self.flush()
         with self._lock:
             left = bytes(self._held)
             self._held.clear()
-            self._file.close()
+            with contextlib.suppress(OSError):  # all that could be written was written without a buffer
+                if self._file is not None:
+                    self._file.close()
         return left
 
     def begin_anew_after(self, most_bytes: int) -> None:
         """Keep the file as `<name>.1`, in place of an earlier one, and begin it anew if it is longer than this."""
         with self._lock:
-            if self.problem is not None or self._file.closed or self._file.tell() <= most_bytes:
+            if self.problem is not None or self._file is None or self._file.closed or self._file.tell() <= most_bytes:
                 return
             with contextlib.suppress(OSError):  # it stays one file
                 self.path.replace(self.path.with_name(f"{self.path.name}.1"))
                 self._file.close()
-                self._file = self.path.open("ab", buffering=0)
+                self._open()
 
     def descriptor(self) -> int:
         """The file descriptor, for code that writes without Python."""
+        assert self._file is not None, "it has no problem, so it is open"
         return self._file.fileno()
+
+    def _open(self) -> io.FileIO:
+        self._file = self.path.open("ab", buffering=0)
+        return self._file
 
     def _write_held(self) -> OSError | None:
         try:
-            if self._file.closed:
-                self._file = self.path.open("ab", buffering=0)
+            file = self._open() if self._file is None or self._file.closed else self._file
             while self._held:
-                del self._held[: self._file.write(self._held)]  # a nearly full disk takes only a part
+                del self._held[: file.write(self._held)]  # a nearly full disk takes only a part
         except OSError as error:
-            return error
+            return OSError(error.errno, error.strerror, str(self.path))
         return None
 
     def _tell_change(self, before: OSError | None) -> None:
         if self.problem is not None and before is None:
             logger.warning(
-                "%s cannot be written (%s): new lines are kept in memory until there is room. Free some space before "
-                "the next checkpoint, which ends the run where it finds none",
+                "%s cannot be written (%s): new lines are kept in memory until it can. Free some space before the next "
+                "checkpoint if there is none",
                 self.path,
                 self.problem.strerror,
             )

@@ -3,7 +3,8 @@
 Each start increases the number in `<run>/.generation`, a fencing token. Before every commit, deletion and cut the file
 is read again: other contents than our own mean that a newer start has the run. Unlike a lock it holds where a file
 system has no locks (`flock` fails on some mounts of Lustre and NFS) or has lost them, and when a process wakes up that
-everybody believed dead. Only process 0 claims and asks. Read next: `run_lock.py`.
+everybody believed dead. Process 0 claims, and asks for what all share. Where each process commits
+and deletes on a disk of its own, it asks, too (`local_tier.py`). Read next: `run_lock.py`.
 """
 
 import os
@@ -36,6 +37,17 @@ def claim(directory: pathlib.Path) -> None:
     require_owned(directory)
 
 
+def claimed(directory: pathlib.Path) -> str | None:
+    """What this process has written into the directory's file, None if nothing: for `join`."""
+    return _claimed.get(_path(directory))
+
+
+def join(directory: pathlib.Path, claim: str | None) -> None:
+    """Ask from now on whether the start of the run that has this claim, process 0's, still owns the directory."""
+    if claim is not None:
+        _claimed[_path(directory)] = claim
+
+
 def require_owned(directory: pathlib.Path) -> None:
     """Return if no newer start has claimed the directory; at once if this process has never claimed it.
 
@@ -43,7 +55,7 @@ def require_owned(directory: pathlib.Path) -> None:
     """
     if _path(directory) in _claimed:
         path = _path(directory)
-        _compare(path, patiently(lambda: _read(path), f"reading {path}"))
+        patiently(lambda: _compare(path, _read(path)), f"reading {path}")
 
 
 def require_owned_if_readable(directory: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ Read next: `progress_report.py` (the same numbers on the terminal).
 
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -12,11 +13,12 @@ import netrc
 import os
 import pathlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from openpi_train.data.files import lines_from_the_end, lines_of
-from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
+from openpi_train.runtime.exits import CheckpointError, StorageError, UsageError, reported_as
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.patient_file import PatientFile
 from openpi_train.runtime.private_file import warn_if_others_can_read
 from openpi_train.training import fencing
@@ -48,6 +50,7 @@ class Metrics:
         tensorboard: also write event files to `<directory>/tensorboard`.
         wandb_project: also write to wandb, under one run id for all resumes; None for not.
         wandb_config: what wandb shows as the run's configuration.
+        unwritten: lines that a start before this one could not write; those that are not there are appended.
         epoch_of: also write `logs.json.txt`, with the epoch of the step of this index (both from 0); None for not.
     """
 
@@ -61,7 +64,9 @@ class Metrics:
         wandb_project: str | None = None,
         wandb_config: Mapping[str, Any] | None = None,
         epoch_of: Callable[[int], int] | None = None,
+        unwritten: Sequence[str] = (),
     ):
+        self._lines: JsonLines | None = None
         self._writers: list[Writer] = []
         self.wandb_id: str | None = None
         self._directory = path = pathlib.Path(directory)
@@ -76,7 +81,12 @@ class Metrics:
             self._writers.append(wandb)
         if epoch_of is not None:
             self._writers.append(LogsJson(path / "logs.json.txt", resume_step, epoch_of))
-        self._writers.append(JsonLines(path / "metrics.jsonl", resume_step))
+        self._lines = JsonLines(path / "metrics.jsonl", resume_step, unwritten)
+        self._writers.append(self._lines)
+
+    def unwritten(self) -> list[str]:
+        """Lines that are not in `metrics.jsonl` yet, because the file cannot be written for now."""
+        return [] if self._lines is None else list(self._lines.unwritten)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None means
@@ -101,25 +111,45 @@ class JsonLines:
     Reading a number back gives the same bits. NaN, Infinity and -Infinity, unknown to JSON, are strings of that name.
     """
 
-    def __init__(self, path: pathlib.Path, resume_step: int = 0):
+    def __init__(self, path: pathlib.Path, resume_step: int = 0, unwritten: Sequence[str] = ()):
+        self.unwritten: list[str] = []
         with reported_as(CheckpointError):
             if path.exists():
                 _cut_after(path, resume_step or -1)
             self._file = PatientFile(path)
+            last = [line.decode() for _, line in itertools.islice(lines_from_the_end(path), len(unwritten))]
+        for line in unwritten:
+            if line not in last:
+                self._append(line)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append a line."""
         line = {"step": step} | {name: json_number(value) for name, value in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._append(json.dumps(line, allow_nan=False) + "\n")
+
+    def _append(self, line: str) -> None:
+        self.unwritten.append(line)
+        self._file.write(line)
+        if self._file.problem is None:
+            self.unwritten.clear()
 
     def close(self) -> None:
-        """Close the file. Raises CheckpointError, with the lines, where the disk is still too full for them."""
+        """Close the file, if need be after minutes of trying to write what is left.
+
+        Raises CheckpointError, with the lines, where the disk is still too full for them, StorageError where it fails.
+        """
+        cause: BaseException | None = None
+        try:
+            patiently(self._file.require_written, f"writing {self._file.path}")
+        except (OSError, StorageError) as error:
+            cause = error
         left = self._file.close().decode()
         if left:
-            raise CheckpointError(
+            kind = StorageError if isinstance(cause, StorageError) else CheckpointError
+            raise kind(
                 f"{self._file.path}: {len(left.splitlines())} lines could not be written ({self._file.problem}). The "
                 f"last checkpoint is whole. Free some space, and append them if you need them:\n{left.rstrip()}"
-            )
+            ) from cause
 
 
 # The name there, and our names, of which the first known one is used.

@@ -20,6 +20,7 @@ from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
 from openpi_train.runtime import agree, garbage, phases, preempt, session
 from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
 from openpi_train.training import crash_loop, fencing
 from openpi_train.training.best import held_out_loss, lowest_loss
@@ -98,7 +99,8 @@ class Run:
         if jax.process_index() == 0:
             fencing.require_owned(self.directory)
             batch_bytes = bytes_per_device(batches[-1], self.trainer.plan.batch)
-            write_json(self.directory / "program.json", dataclasses.asdict(self.programs.longest))
+            path, longest = self.directory / "program.json", dataclasses.asdict(self.programs.longest)
+            patiently(lambda: write_json(path, longest), f"writing {path}")
             check_plan(self.directory / "plan.json", self.programs.compiled, batch_bytes)
             found = run_account(self.programs.compiled, this_machine(0), self.programs.longest.compile_s)
             if found is not None:
@@ -154,9 +156,8 @@ class Run:
             self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
-        if self.device_speed is not None and not self.profiler.is_tracing:
-            self.recorder.lateness.pause()  # all processes do this now
-            self.device_speed.look()
+        if self.device_speed is not None and not self.profiler.is_tracing and self.device_speed.look():
+            self.recorder.lateness.pause()  # that was no lateness
         told = session.told_times()
         for line in (*self.slow_hosts.look(told, values["time/step_s"] or 0.0), *self.slow_devices.look(told)):
             logger.warning("%s", line)
@@ -262,13 +263,12 @@ class Run:
             if self.checkpoints.finish_former():
                 self.failed_saves = 0
         except (CheckpointError, StorageError) as error:
-            # Of several processes the others wait in this save for the one that failed.
-            self._go_on_without(error, is_last=is_last or jax.process_count() > 1)
+            self._go_on_without(error, is_last=is_last)
         try:
             stall_s = self.checkpoints.save(
                 state, norm_stats=self.data.norm_stats_json(), files=self.data.token_files, **self._saved_with()
             )
-        except CheckpointError as error:  # on every process
+        except (CheckpointError, StorageError) as error:  # on every process
             self._go_on_without(error, is_last=is_last)
             return False
         if self._is_careful():
@@ -312,6 +312,7 @@ class Run:
             "extra": {
                 "wandb_id": self.metrics.wandb_id,
                 "unread_metrics": self.recorder.unread(),
+                "unwritten_metrics": self.metrics.unwritten(),
                 "tokenizer": self.data.tokenizer,
                 "text_length": self.data.text_length,
             },
@@ -339,21 +340,24 @@ class Run:
         if jax.process_index() == 0 and not (keep_results and path.exists()):
             fencing.require_owned(self.directory)
             self._tell_best()
-            write_results(
-                path,
-                self.experiment,
-                self.trainer.plan,
-                step=self.step,
-                seconds=time.perf_counter() - self.started,
-                last_metrics=self.last_metrics,
-                evaluations=self.history,
-                checkpoints=self.checkpoints.steps(),
-                best=self.checkpoints.best,
-                proportions=self.feed.proportions(),
-                bad_records=bad_records,
-            )
-            if self.experiment.practice is not None:
-                write_iterations(self.directory)
+            patiently(lambda: self._write_results(path, bad_records), f"writing {path}")
         if self.goodput is not None:
             self.goodput.write(self.step)
             logger.info("%s", self.goodput.words())
+
+    def _write_results(self, path: Path, bad_records: int) -> None:
+        write_results(
+            path,
+            self.experiment,
+            self.trainer.plan,
+            step=self.step,
+            seconds=time.perf_counter() - self.started,
+            last_metrics=self.last_metrics,
+            evaluations=self.history,
+            checkpoints=self.checkpoints.steps(),
+            best=self.checkpoints.best,
+            proportions=self.feed.proportions(),
+            bad_records=bad_records,
+        )
+        if self.experiment.practice is not None:
+            write_iterations(self.directory)

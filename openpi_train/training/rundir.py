@@ -31,6 +31,8 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError, UsageError
+from openpi_train.runtime.passing_errors import is_storage_fault, patiently
+from openpi_train.runtime.world import is_restart
 from openpi_train.training import fencing, run_lock
 from openpi_train.training.resume_point import resume_point
 
@@ -73,7 +75,7 @@ def check_run(given: Experiment) -> None:
     problem = ""
     if jax.process_index() == 0:
         try:
-            is_run, changes = _inspect(given)
+            is_run, changes = patiently(lambda: _inspect(given), f"looking at {given.run_dir}")
             _tell_changes(given, changes)
             if given.resume and not is_run:
                 _tell_beginning(given)
@@ -106,12 +108,14 @@ def open_run(
     answer: dict[str, Any] = {}
     if index == 0:
         try:
-            run = _open(given)
+            run = patiently(lambda: _open(given), f"opening {given.run_dir}")
             replaced = str(run.replaced) if run.replaced else None
             answer = {"path": str(run.path), "resumed": run.resumed, "replaced": replaced, "mark": _mark(run.path)}
         except UsageError as error:
             answer = {"error": str(error)}
         except OSError as error:
+            if is_restart(os.environ) and is_storage_fault(error):
+                raise  # it could be used before: for the next restart it may be mended
             base = given.checkpoint_base_dir
             problem = f"--checkpoint-base-dir {base} cannot be used ({error}); choose another directory"
             answer = {"error": problem}
@@ -176,8 +180,9 @@ def use_first_commits(given: Experiment) -> None:
 def _starts(given: Experiment) -> list[Any]:
     """The recorded starts of the run that `given` continues, on process 0; none for a new run, and elsewhere."""
     if jax.process_index() == 0 and given.resume:
+        path = given.run_dir / "environment.json"
         with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
-            return _read(given.run_dir / "environment.json")["starts"]
+            return patiently(lambda: _read(path), f"reading {path}")["starts"]
     return []
 
 

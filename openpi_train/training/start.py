@@ -27,6 +27,7 @@ from openpi_train.planning.device_limits import peak_flops
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
@@ -134,10 +135,12 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
-        record_start(settled.given, measured)
-        write_json(directory / "plan.json", settled.prepared.as_json())
+        patiently(lambda: record_start(settled.given, measured), f"writing to {directory}")
+        patiently(lambda: write_json(directory / "plan.json", settled.prepared.as_json()), f"writing to {directory}")
     recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
-    history = read_evaluations(directory / "metrics.jsonl", int(state.step))
+    # Process 0 alone reads the file, which grows all the time; which steps are evaluated all must see alike.
+    own = read_evaluations(directory / "metrics.jsonl", int(state.step)) if jax.process_index() == 0 else None
+    history = agree.broadcast("evaluations so far", own)
     if experiment.resume_from is not None:  # the best may have been a checkpoint that was set aside
         for line in history:
             if "val/loss" in line:
@@ -154,7 +157,7 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         evaluator=evaluator,
         checkpoints=checkpoints,
         crash_loop=loop,
-        metrics=make_metrics(experiment, directory, feed, int(state.step), data.num_samples),
+        metrics=make_metrics(experiment, directory, feed, state, meta, data.num_samples),
         progress=ProgressReport(
             experiment.num_train_steps, start_step=int(state.step), process_index=jax.process_index()
         ),
@@ -284,18 +287,26 @@ def make_goodput(directory: Path, feed: Feed, step: int) -> Goodput:
         return Goodput(directory, step=step, waited_s=lambda: feed.wait_s)
 
 
-def make_metrics(experiment: Experiment, directory: Path, feed: Feed, resume_step: int, num_samples: int) -> Metrics:
+def make_metrics(
+    experiment: Experiment,
+    directory: Path,
+    feed: Feed,
+    state: TrainState,
+    meta: Mapping[str, Any],
+    num_samples: int,
+) -> Metrics:
     """The writers that the experiment requests; `num_samples` are those of an epoch."""
-    size = experiment.batch_size
-    rows = rows_of({"step": resume_step, "batch_size": size, **feed.position()})
+    size, step = experiment.batch_size, int(state.step)
+    rows = rows_of({"step": step, "batch_size": size, **feed.position()})
     return Metrics(
         directory,
         process_index=jax.process_index(),
-        resume_step=resume_step,
+        resume_step=step,
         tensorboard=experiment.tensorboard,
         wandb_project=experiment.project_name if experiment.wandb_enabled else None,
         wandb_config=as_json(experiment),
-        epoch_of=(lambda index: (rows + (index - resume_step) * size) // num_samples) if experiment.logs_json else None,
+        epoch_of=(lambda index: (rows + (index - step) * size) // num_samples) if experiment.logs_json else None,
+        unwritten=meta.get("unwritten_metrics", ()),
     )
 
 

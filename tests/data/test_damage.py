@@ -13,7 +13,7 @@ import pytest
 from openpi_train.data import files, spans
 from openpi_train.data.damage import of_record, raise_if_system, system_errno
 from openpi_train.data.source import BadRecord
-from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.exits import DataError, StorageError
 
 # Reading its beginning, which no process maps, is an I/O error.
 IO_ERROR = Path("/proc/self/mem")
@@ -108,7 +108,11 @@ def test_the_error_names_the_file_that_could_not_be_read_or_written(tmp_path):
 def test_only_damage_lets_another_row_stand_in():
     assert isinstance(of_record(OSError("the file ends 3 bytes too early"), "a, step 3"), BadRecord)
     failed = of_record(OSError(errno.EIO, "Input/output error"), "a, step 3")
-    assert type(failed) is DataError and "a, step 3: [Errno 5] Input/output error" in str(failed)
+    assert type(failed) is StorageError and "a, step 3: [Errno 5] Input/output error" in str(failed)
+
+
+def test_a_step_that_will_not_be_readable_later_either_is_an_error_of_the_data():
+    assert type(of_record(PermissionError(errno.EACCES, "Permission denied"), "a, step 3")) is DataError
 
 
 def test_a_stale_handle_is_opened_anew_once(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from openpi_train.data.feed import RowFeed, differences
 from openpi_train.data.workers import LocalBatches
 from openpi_train.launch.processes import free_port
 from openpi_train.robots.bridge import Bridge
-from openpi_train.runtime.exits import DataError
+from openpi_train.runtime import passing_errors
+from openpi_train.runtime.exits import DataError, StorageError
 from openpi_train.types import action_batch, flatten_rows
 
 BATCH = 16
@@ -265,6 +267,21 @@ def test_bad_records_end_the_run_otherwise_and_the_position_stays(open_small, fe
 
 
 @pytest.mark.slow
+def test_a_batch_that_the_system_cannot_read_for_now_is_read_later(rows, feed_of, monkeypatch):
+    expected = host(feed_of(rows).next())
+    read, left = type(rows).batch, [2]
+
+    def batch(*arguments):
+        if left[0]:
+            left[0] -= 1
+            raise StorageError("step 3: a stale handle") from OSError(116, "Stale file handle", "x")
+        return read(*arguments)
+
+    monkeypatch.setattr(type(rows), "batch", batch)
+    monkeypatch.setattr(passing_errors, "time", types.SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
+    assert equal(host(feed_of(rows).next()), expected) and left == [0]
+
+
 def test_worker_processes_give_the_batches_that_threads_give(rows, feed_of):
     expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(7)]
     for workers in (1, 2):

@@ -1,9 +1,12 @@
+import collections
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
-from openpi_train.runtime import exits
+from openpi_train.runtime import exits, phases
 
 PRELUDE = """
 import atexit, logging, sys, time
@@ -47,11 +50,34 @@ def end(body: str) -> subprocess.CompletedProcess:
         (ValueError("UNKNOWN: Gloo all-reduce failed: [..] Connection reset by peer"), 70),
         (RuntimeError("UNAVAILABLE: Failed to send RPC to coordination service"), 70),
         (ValueError("12 is not a multiple of 8"), 1),
+        # Of a file, whichever it is; the last two are not of files.
+        (OSError(errno.EIO, "Input/output error"), 70),
+        (OSError(errno.ESTALE, "Stale file handle", "x"), 70),
+        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "x"), 70),
+        (OSError(errno.EROFS, "Read-only file system", "x"), 70),
+        (ValueError("UNKNOWN: Error reading local file: Input/output error [os_error_code='5']"), 70),
+        (OSError(errno.ETIMEDOUT, "Connection timed out"), 1),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
 def test_every_error_has_its_exit_code(error, code):
     assert exits.exit_code_of(error) == code
+
+
+def test_a_device_without_memory_for_a_step_like_those_before_has_failed_and_no_program(monkeypatch):
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes.")
+    monkeypatch.setattr(phases, "_step_durations_s", collections.deque([0.1, 0.1]))
+    assert exits.exit_code_of(error) == exits.BUG
+    phases.step_done(3)
+    assert exits.exit_code_of(error) == exits.HARDWARE
+
+
+def test_an_error_that_may_pass_is_no_error_of_the_users_file():
+    for number, kind in ((errno.EIO, exits.StorageError), (errno.ENOSPC, exits.DataError)):
+        with pytest.raises(kind, match=r"a\.json"):
+            with exits.reported_as(exits.DataError):
+                raise OSError(number, os.strerror(number), "a.json")
 
 
 def told(*errors):
@@ -114,6 +140,13 @@ def test_a_lost_peer_is_one_line_on_the_terminal_and_all_of_it_in_the_log_file(t
     assert "Traceback" not in ended.stderr and "for pages" not in ended.stderr
     log = (tmp_path / "logs" / "process_0.log").read_text()
     assert line in log and "Traceback" in log and "for pages" in log
+
+
+def test_a_failed_file_system_is_one_line_on_the_terminal_that_names_the_file(tmp_path):
+    body = f"import pathlib; logs.configure(0, pathlib.Path({str(tmp_path)!r}))"
+    ended = end(f"{body}; raise OSError(5, 'Input/output error', '/runs/x/plan.json')")
+    assert ended.returncode == 70 and "Traceback" not in ended.stderr
+    assert "a file system failed ([Errno 5] Input/output error: '/runs/x/plan.json'): start again" in ended.stderr
 
 
 def test_a_lost_peer_shows_all_where_there_is_no_log_file_yet():

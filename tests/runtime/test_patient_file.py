@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,23 @@ def test_what_a_full_disk_does_not_take_is_written_once_there_is_room(small_disk
     assert file.problem is None and "is complete again" in caplog.records[1].message
     assert file.close() == b""
     assert (small_disk / "log").read_text() == "before\n" + 100 * LINE + "after\n"
+
+
+def test_a_file_that_cannot_be_opened_for_now_is_opened_later(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_, **__: raise_(OSError(errno.EIO, "Input/output error", "log")))
+        file = PatientFile(tmp_path / "log")
+        file.write("one\n")
+        with pytest.raises(OSError, match=r"Input/output error: .*log"):
+            file.require_written()
+    file.write("two\n")
+    assert file.close() == b"" and (tmp_path / "log").read_text() == "one\ntwo\n"
+    with pytest.raises(FileNotFoundError):
+        PatientFile(tmp_path / "no" / "log")
+
+
+def raise_(error):
+    raise error
 
 
 def test_closing_tries_again_and_returns_what_is_left(small_disk, fill_disk):

@@ -1,13 +1,14 @@
-"""One Slurm for all tests of this folder. Read next: `cluster.py`."""
+"""One Slurm for all tests of this folder. Read next: `benchmarks/drill/slurm_cluster.py`."""
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import cluster as slurm_cluster
 import pytest
 from debian import install
 from jobs import Slurm
+
+from benchmarks.drill import slurm_cluster
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +21,8 @@ def cluster() -> Iterator[dict[str, str]]:
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
     # Not pytest's own folder: a socket's path may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="slurm_") as folder, slurm_cluster.cluster(Path(folder)) as variables:
-        yield variables
+    with tempfile.TemporaryDirectory(prefix="slurm_") as folder, slurm_cluster.Cluster(Path(folder)) as found:
+        yield found.variables
 
 
 @pytest.fixture

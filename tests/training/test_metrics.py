@@ -109,6 +109,24 @@ def test_a_last_line_without_its_end_is_kept_and_ended(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 1.0}\n'
 
 
+@pytest.mark.parametrize("written_later", [0, 1, 2])
+def test_lines_that_could_not_be_written_before_a_save_are_there_once_after_it(tmp_path, written_later):
+    """The process is killed after the save, when the disk has taken none, one or all of them."""
+    write(tmp_path, [10])
+    first = Metrics(tmp_path, process_index=0, resume_step=10)
+    first._lines._file._write_held = lambda: OSError(5, "Input/output error")
+    for step in (20, 30):
+        first.log(step, {"loss": step / 3})
+    saved = first.unwritten()
+    assert [json.loads(line)["step"] for line in saved] == [20, 30]
+    first._lines._file._file.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.writelines([*saved[:written_later], *([] if written_later else ['{"st'])])
+    write(tmp_path, [40], resume_step=30, unwritten=saved)
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30, 40]
+    assert [line["loss"] for line in lines(tmp_path)] == [step / 3 for step in (10, 20, 30, 40)]
+
+
 def test_resume_with_nothing_to_cut_leaves_the_file_alone(tmp_path):
     write(tmp_path, [10])
     write(tmp_path, [20], resume_step=10)

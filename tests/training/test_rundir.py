@@ -6,6 +6,9 @@ import logging
 import multiprocessing.dummy
 import queue
 import sys
+import time
+import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +18,7 @@ from openpi_train.data import hub
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD
+from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import USAGE, UsageError
 from openpi_train.training import rundir
 from openpi_train.training.rundir import check_run, environment, open_run, record_start
@@ -42,6 +46,23 @@ def test_new_run_records_experiment_and_environment(tmp_path):
     assert first["versions"]["jax"] == jax.__version__
     assert first["devices"] == {"count": jax.device_count(), "kind": "cpu", "platform": "cpu"}
     assert first["argv"]
+
+
+def test_a_run_directory_that_cannot_be_read_for_now_is_read_later(tmp_path, monkeypatch):
+    start(tmp_path)
+    read, left = Path.read_bytes, [2]
+
+    def read_bytes(path):
+        if left[0]:
+            left[0] -= 1
+            raise OSError(5, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(passing_errors, "time", types.SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
+    check_run(given(tmp_path, resume=True))
+    left[0] = 2
+    assert open_run(given(tmp_path, resume=True)).resumed and left == [0]
 
 
 def test_existing_run_without_a_flag_is_an_error_that_names_both(tmp_path):

@@ -10,8 +10,8 @@
     <run>/best.json, best       the step with the lowest validation metric, and a link to its directory
 
 Each process copies its part to the host; the rest of a save happens in one background thread, so a save
-blocks the loop only for the copy. Orbax's `AsyncCheckpointer` writes the arrays. Its `CheckpointManager`
-is not used: it would delete the old checkpoint before the new one has its manifest, and it restores damaged ones.
+blocks the loop only for the copy. Orbax's handlers write the arrays. Its `CheckpointManager` is not used: it would
+delete the old checkpoint before the new one has its manifest, and it restores damaged ones.
 Read next: `layout.py` (content of the items), `copy_out.py` (how they are written), `interop/orbax_item.py` (how they
 are read), `step_dirs.py` (what is kept), `local_tier.py` (more frequent saves on a disk in each host, from which those
 here are copied).
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import jax
 
 from openpi_train.data.files import read_json
-from openpi_train.interop.manifest import find_damage, write_manifest
+from openpi_train.interop.manifest import Sums, find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
@@ -43,6 +43,7 @@ from openpi_train.runtime.exits import (
     CheckpointError,
     HardwareError,
     PeerLostError,
+    RunError,
     StorageError,
     UsageError,
     exit_code_of,
@@ -69,14 +70,21 @@ from openpi_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 
+# How long process 0 waits for the others' parts of a save. One that is lost is noticed before.
+_TIMEOUT_S = 3600.0
+_OTHER_FAULTS = {PEER_LOST: PeerLostError, HARDWARE: HardwareError, USAGE: UsageError}
 _SLACK_BYTES = 1 << 20  # metadata, norm stats and manifest beside the arrays
+
+
+class _FailedElsewhere(Exception):
+    """Another process could not write its part of a save."""
 
 
 class Checkpoints:
     """The checkpoints of one training run. For its training processes only: opening cleans up after killed saves.
 
-    Every process must make the same calls in the same order. An error of a save in the background is raised, on the
-    process that had it, by the next `save`, `wait` or `close`.
+    Every process must make the same calls in the same order. An error of a save in the background is raised by the next
+    `save`, `wait` or `close`, on every process if a file system is to blame.
 
     Args:
         directory: the run directory, on a file system that all processes share.
@@ -110,6 +118,7 @@ class Checkpoints:
         self._source: PieceSource | None = None
         self._background = background_thread()
         self._pending: concurrent.futures.Future[None] | None = None
+        self._num_saves = 0
 
     def save(
         self,
@@ -147,15 +156,19 @@ class Checkpoints:
         meta = make_meta(step, items, data_position, experiment, extra)
         local = self._start_locally(step, items, meta)
         self._finish_pending()
-        problem = ""
+        problem, is_of_storage = "", False
         if self._is_writer:
-            self._dirs.remove_left_overs()  # a failed save's files may fill the disk
-            problem = self._obstacle(step, size_bytes(items) + sum(map(len, (files or {}).values())))
-        self._raise_together(problem)
+            size = size_bytes(items) + sum(map(len, (files or {}).values()))
+            try:
+                problem = patiently(lambda: self._begin(step, size), f"beginning {self._dirs.draft(step)}")
+            except (OSError, StorageError) as error:
+                problem, is_of_storage = f"saving checkpoint {step} failed: {error}", is_storage_fault(error)
+        self._raise_together(problem, is_of_storage)
         self._source = source = local or PieceSource(fetch_share(items))
         self._saved_step = step
         arrays = host_arrays(items, source)
         beside = functools.partial(write_beside, meta=meta, norm_stats=dict(norm_stats), files=dict(files or {}))
+        self._num_saves += 1
         self._pending = self._background.submit(self._write, step, arrays, beside, started, source)
         return time.monotonic() - started
 
@@ -292,6 +305,14 @@ class Checkpoints:
             concurrent.futures.wait([self._pending])  # the copy of a save that failed: no second state in memory
         return self._local.save(step, items, meta)
 
+    def _begin(self, step: int, size: int) -> str:
+        """Make room and the folders for a save; returns what is in the way."""
+        self._dirs.remove_left_overs()  # a failed save's files may fill the disk
+        problem = self._obstacle(step, size)
+        if not problem:
+            self._writer.begin(self._dirs.new_draft(step))
+        return problem
+
     def _obstacle(self, step: int, size: int) -> str:
         self._dirs.set_aside_interrupted()
         if self.step_dir(step).exists():
@@ -309,22 +330,35 @@ class Checkpoints:
         )
 
     def _finish_pending(self) -> None:
-        """Wait for the background save. Raises CheckpointError at once on the process where it failed.
+        """Wait for the background save. Raises CheckpointError or StorageError, on every process, if any failed.
 
-        Others, which wait for it in Orbax, end with it (`runtime/watchdog.py`) or by a PeerLostError from there.
+        Of another fault than of the save, such as a lost peer, the error is raised at once where it is known.
         """
         pending, self._pending = self._pending, None
-        error = pending.exception() if pending is not None else None
-        if error is not None:
-            self._give_up(f"saving checkpoint {self._saved_step} failed: {type(error).__name__}: {error}", error)
+        if pending is None:
+            return
+        error = pending.exception()
+        own = None if error is None or isinstance(error, _FailedElsewhere) else error
+        if own is not None and exit_code_of(own) in _OTHER_FAULTS and not is_storage_fault(own):
+            self._give_up(f"saving checkpoint {self._saved_step} failed: {type(own).__name__}: {own}", own)
+        said = None if own is None else [f"{type(own).__name__}: {own}", is_storage_fault(own)]
+        told = agree.gather(f"outcome of checkpoint {self._saved_step}", said)
+        found = {index: what for index, what in enumerate(told) if what is not None}
+        if found:
+            texts = [text if len(told) == 1 else f"process {index}: {text}" for index, (text, _) in found.items()]
+            kind = StorageError if all(of_storage for _, of_storage in found.values()) else CheckpointError
+            self._give_up(f"saving checkpoint {self._saved_step} failed: {'; '.join(texts)}", own, kind)
 
-    def _raise_together(self, problem: str) -> None:
-        if problems := [
-            text for text in agree.gather(f"room for checkpoint after {self._saved_step}", problem) if text
-        ]:
-            self._give_up("; ".join(dict.fromkeys(problems)))
+    def _raise_together(self, problem: str, is_of_storage: bool) -> None:
+        """Raise process 0's problem on every process."""
+        name = f"room for checkpoint after {self._saved_step}"
+        problem, is_of_storage = agree.gather(name, [problem, is_of_storage])[0]
+        if problem:
+            self._give_up(problem, kind=StorageError if is_of_storage else CheckpointError)
 
-    def _give_up(self, problem: str, cause: BaseException | None = None) -> NoReturn:
+    def _give_up(
+        self, problem: str, cause: BaseException | None = None, kind: type[RunError] = CheckpointError
+    ) -> NoReturn:
         self._saved_step = None
         if self._is_writer and cause is not None:
             fencing.require_owned(self.directory)  # a newer start removes what it finds half saved
@@ -332,9 +366,8 @@ class Checkpoints:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
         # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
         # newer start of the run.
-        kinds = {PEER_LOST: PeerLostError, HARDWARE: HardwareError, USAGE: UsageError}
-        otherwise = StorageError if cause is not None and is_storage_fault(cause) else CheckpointError
-        kind = CheckpointError if cause is None else kinds.get(exit_code_of(cause), otherwise)
+        if cause is not None and not is_storage_fault(cause):
+            kind = _OTHER_FAULTS.get(exit_code_of(cause), kind)
         raise kind(problem) from cause
 
     def _write(
@@ -345,13 +378,39 @@ class Checkpoints:
         started: float,
         source: PieceSource,
     ) -> None:
-        """In the background: write the arrays, complete the checkpoint, then delete old ones."""
-        draft = self._dirs.draft(step)
-        known = self._writer.write(draft, arrays, source)
+        """In the background: write the arrays; process 0 then completes the checkpoint, and deletes old ones."""
+        draft, save, own, error = self._dirs.draft(step), f"save/{self._num_saves}", None, None
+        try:
+            own = self._writer.write(draft, arrays, source)
+        except Exception as raised:
+            error = raised
+        written = [own]
         if not self._is_writer:
-            return
-        beside(draft)
-        size = write_manifest(draft, known)
+            agree.tell(f"{save}/{jax.process_index()}", own)
+        else:
+            # Also after an own error, so that nobody writes any more where the next save removes what there is.
+            written += [agree.heard(f"{save}/{index}", _TIMEOUT_S) for index in range(1, jax.process_count())]
+            agree.forget(save)
+        if error is not None:
+            raise error
+        if None in written:
+            raise _FailedElsewhere
+        if self._is_writer:
+            known = {folder: inside for one in written if one is not None for folder, inside in one.items()}
+            self._complete(step, draft, beside, known, started)
+
+    def _complete(
+        self,
+        step: int,
+        draft: pathlib.Path,
+        beside: Callable[[pathlib.Path], None],
+        known: Mapping[str, Sums],
+        started: float,
+    ) -> None:
+        """Process 0's part of a save that all have written; `known` are the sums of their folders."""
+        self._writer.finish(draft)
+        patiently(lambda: beside(draft), f"writing {draft}")
+        size = patiently(lambda: write_manifest(draft, known), f"writing {draft}")
         self._dirs.commit(step)
         preempt.note_save(step, time.monotonic() - started, size)
         self._dirs.note_complete(step)

@@ -8,7 +8,6 @@ Read next: `pieces.py` (what is written from where), `checkpoint_store.py` (whic
 
 import concurrent.futures
 import dataclasses
-import itertools
 import math
 import os
 import sys
@@ -20,18 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from openpi_train.interop.manifest import Sums, sums
 from openpi_train.nn.params import nested_params
-from openpi_train.runtime import agree
 from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 
-# Orbax's time-out of a save. Its default of 600 s is short for shared file systems.
-_TIMEOUT_S = 3600
 _NICENESS = 10
-# What Orbax adds to the names of folders until they are complete, and where in an item a process writes its arrays.
-_UNFINISHED, _FOLDER = ".orbax-checkpoint-tmp", "ocdbt.process_{}"
+# Where in an item a process writes its arrays.
+_FOLDER = "ocdbt.process_{}"
 
 
 class PieceSource:
@@ -105,65 +102,56 @@ def host_arrays(items: Mapping[str, Leaves], source: PieceSource) -> dict[str, L
 
 
 class ArrayWriter:
-    """Writes the arrays of checkpoints with these items, from any thread, one at a time. One on every process."""
+    """Writes the arrays of checkpoints with these items, from any thread, one at a time. One on every process.
+
+    Orbax's handlers write a process's part without a word to the others. Its `AsyncCheckpointer` would have them wait
+    for one that could not write, for as long as that lives.
+    """
 
     def __init__(self, *items: str):
-        # With `active_processes`, Orbax synchronises by jax's coordination service, otherwise by a computation on all
-        # devices.
-        processes = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+        sys.unraisablehook = _not_of_late_writes
         dispatcher: Any = _Dispatcher()
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, dispatcher=dispatcher)
         registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler))
-        writers: dict[str, Any] = {
-            item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=processes)
-            for item in items
-        }
-        together = ocp.CompositeOptions(multiprocessing_options=processes)
-        self._barrier = ocp.multihost.get_barrier_sync_fn(processes=processes.active_processes)
-        self._orbax = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(composite_options=together, **writers),
-            async_options=ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._sum_and_meet),
-            multiprocessing_options=processes,
-        )
-        self._items, self._writing, self._numbers = items, None, itertools.count()
+        self._handlers = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in items}
+
+    def begin(self, directory: Path) -> None:
+        """Make the folders of the items, on one process, before any writes."""
+        for item in self._handlers:
+            (directory / item).mkdir()
 
     def write(self, directory: Path, arrays: Mapping[str, Leaves], source: PieceSource) -> dict[str, Sums]:
-        """Write the result of `host_arrays` and release `source`. Returns when all processes have written.
+        """Write this process's part of the result of `host_arrays`, and release `source`.
 
-        Returns on process 0 the sums of what each of several processes has written, by its folders in `directory`.
+        Returns the sums of what it has written, if there are several processes, by its folders in `directory`. It reads
+        the files for them while they are in its host's memory, and sees them: a file server may not show others new
+        files for a while.
         """
-        trees = {item: ocp.args.PyTreeSave(nested_params(leaves)) for item, leaves in arrays.items()}
-        name = f"sums of save {next(self._numbers)}"
-        self._writing = directory, name
         try:
-            self._orbax.save(directory, args=ocp.args.Composite(**trees))
-            self._orbax.wait_until_finished()
+            for item, leaves in arrays.items():
+                self._handlers[item].save(epath.Path(directory / item), args=ocp.args.PyTreeSave(nested_params(leaves)))
         finally:
             source.release()
-        if jax.process_index() > 0 or jax.process_count() == 1:
+        folder = _FOLDER.format(jax.process_index())
+        if jax.process_count() == 1:
             return {}
-        everyone = agree.left_by_all(name).values()
-        return {folder: inside for folders in everyone for folder, inside in folders.items()}
+        return {f"{item}/{folder}": sums(place) for item in arrays if (place := directory / item / folder).is_dir()}
 
-    def _sum_and_meet(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier. At the first of a save a process has written its arrays, and nobody moves them yet.
-
-        Each process sums up its own files here: while they are in its host's memory, before the checkpoint is complete,
-        and under the names that it has opened itself, as a file server may not show it new ones for a while.
-        """
-        if self._writing is not None:
-            (directory, name), self._writing = self._writing, None
-            unfinished = directory.with_name(f"{directory.name}{_UNFINISHED}")
-            folder, found = _FOLDER.format(jax.process_index()), {}
-            for item in self._items:
-                if (place := unfinished / f"{item}{_UNFINISHED}" / folder).is_dir():
-                    found[f"{item}/{folder}"] = sums(place)
-            agree.leave(name, found)
-        self._barrier(key=key, timeout_ms=timeout_ms)
+    def finish(self, directory: Path) -> None:
+        """Join the parts, on one process, once all have written."""
+        for item, handler in self._handlers.items():
+            handler.finalize(epath.Path(directory / item))
 
     def close(self) -> None:
         """End Orbax's threads."""
-        self._orbax.close()
+        for handler in self._handlers.values():
+            handler.close()
+
+
+def _not_of_late_writes(unraisable: Any) -> None:
+    """As usual, but where a write has failed, tensorstore's threads print that Orbax does not hear of the others."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:

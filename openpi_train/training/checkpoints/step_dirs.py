@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.interop.manifest import has_manifest
 from openpi_train.runtime.exits import StorageError
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.training import fencing
 from openpi_train.training.best import Best
 
@@ -51,6 +52,14 @@ class StepDirs:
         """Where a checkpoint lies until it is complete."""
         return self.directory / f"{step}.saving"
 
+    def new_draft(self, step: int) -> pathlib.Path:
+        """Make the draft of a step. What a failed save has left there, and cannot be deleted, goes out of the way."""
+        draft = self.draft(step)
+        if draft.exists():
+            set_aside(draft, "left")
+        draft.mkdir(parents=True)
+        return draft
+
     def committed(self) -> list[int]:
         """The steps that have a directory, complete or not, oldest first."""
         return _steps(self.directory)
@@ -66,14 +75,15 @@ class StepDirs:
 
     def note_metric(self, step: int, value: float) -> None:
         """Record a step's validation metric, and link the step as the best if it is complete and the lowest."""
-        with self._lock:
+        with self._lock, _tried("noting the best checkpoint"):
             self._metrics[step] = float(value)
             self._update_best(step)
 
     def commit(self, step: int) -> None:
         """Give the complete draft of the step its name."""
         fencing.require_owned(self.directory)
-        self.draft(step).rename(self.path(step))  # a directory with a number as its name is always complete
+        # A directory with a number as its name is always complete.
+        patiently(lambda: _rename(self.draft(step), self.path(step)), f"renaming {self.draft(step)}")
 
     def note_complete(self, step: int) -> None:
         """Link the step as the latest, and as the best if it is, and delete checkpoints that are not kept."""
@@ -187,6 +197,14 @@ def _tried(what: str) -> Iterator[None]:
         yield
     except (OSError, StorageError) as error:
         logger.warning("%s failed and is tried again at the next save: %s", what, error)
+
+
+def _rename(path: pathlib.Path, target: pathlib.Path) -> None:
+    try:
+        path.rename(target)
+    except FileNotFoundError:
+        if not target.exists():  # the server had done it at the first attempt, and its answer was lost
+            raise
 
 
 def _remove(directory: pathlib.Path, attempts: int = 5) -> None:

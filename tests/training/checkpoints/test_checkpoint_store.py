@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 import zlib
 
 import jax
@@ -103,21 +105,21 @@ def test_state_may_be_donated_while_it_is_saved(tmp_path):
 
 
 def test_everything_but_the_copy_is_left_to_a_thread_that_comes_last(tmp_path, monkeypatch):
-    may_write, write, niceness = threading.Event(), ocp.AsyncCheckpointer.save, []
+    may_write, write, niceness = threading.Event(), ocp.PyTreeCheckpointHandler.save, []
 
     def wait_and_write(*arguments, **named):
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         assert may_write.wait(60)
         write(*arguments, **named)
 
-    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", wait_and_write)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "save", wait_and_write)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(make_state(1), **SAVED_WITH)
     assert checkpoints.steps() == []
     may_write.set()
     checkpoints.close()
     assert checkpoints.steps() == [1]
-    assert niceness == [max(10, os.getpriority(os.PRIO_PROCESS, 0))]
+    assert niceness == 2 * [max(10, os.getpriority(os.PRIO_PROCESS, 0))]  # for each item
 
 
 def test_an_error_before_the_first_array_is_written_is_raised_by_the_next_call(tmp_path, monkeypatch):
@@ -126,7 +128,7 @@ def test_an_error_before_the_first_array_is_written_is_raised_by_the_next_call(t
     def fail(*_, **__):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", fail)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "save", fail)
     checkpoints.save(make_state(1), **SAVED_WITH)
     with pytest.raises(StorageError, match=r"saving checkpoint 1 failed: OSError.*Input/output error"):
         checkpoints.save(make_state(2), **SAVED_WITH)
@@ -134,6 +136,87 @@ def test_an_error_before_the_first_array_is_written_is_raised_by_the_next_call(t
     checkpoints.save(make_state(3), **SAVED_WITH)
     checkpoints.close()
     assert checkpoints.steps() == [3]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """What is tried again is tried at once; returns the pauses that were left out."""
+    pauses = []
+    clock = types.SimpleNamespace(sleep=pauses.append, monotonic=lambda: float(sum(pauses)))
+    monkeypatch.setattr(passing_errors, "time", clock)
+    return pauses
+
+
+def failing(function, times, number=errno.EIO):
+    """The function, which fails the first few times as a file server in a failover does."""
+    left = [times]
+
+    def call(*arguments, **named):
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), "manifest.json")
+        return function(*arguments, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("where", ["write_manifest", "Path.rename", "Path.mkdir", "Path.iterdir"])
+def test_an_error_that_passes_costs_no_save(tmp_path, monkeypatch, quick, where):
+    checkpoints = save_steps(tmp_path, 1)
+    owner = checkpoint_store if where == "write_manifest" else pathlib.Path
+    name = where.rpartition(".")[2]
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), 3))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [2] and quick[:3] == [1.0, 2.0, 4.0]
+    restored, _ = Checkpoints(tmp_path).restore(abstract(make_state(0)))
+    assert same_bits(restored, make_state(2))
+
+
+def test_a_rename_whose_answer_was_lost_is_not_asked_for_twice(tmp_path, monkeypatch, quick):
+    checkpoints, rename = save_steps(tmp_path, 1), pathlib.Path.rename
+
+    def rename_and_fail(*arguments):
+        monkeypatch.setattr(pathlib.Path, "rename", rename)
+        rename(*arguments)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pathlib.Path, "rename", rename_and_fail)
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [2]
+
+
+def test_what_an_attempt_at_the_manifest_has_left_is_not_in_it(tmp_path, monkeypatch, quick):
+    """It may neither be renamed nor deleted for a moment."""
+    checkpoints = Checkpoints(tmp_path)
+    replace, unlink = pathlib.Path.replace, pathlib.Path.unlink
+    monkeypatch.setattr(pathlib.Path, "replace", failing(replace, 3))
+    monkeypatch.setattr(pathlib.Path, "unlink", failing(unlink, 3))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    listed = json.loads((tmp_path / "2" / "manifest.json").read_text())["files"]
+    assert sorted([*listed, "manifest.json"]) == sorted(
+        str(path.relative_to(tmp_path / "2")) for path in (tmp_path / "2").rglob("*") if path.is_file()
+    )
+
+
+def test_a_disk_that_fails_for_minutes_ends_a_save_for_a_restart(tmp_path, monkeypatch, quick):
+    checkpoints = save_steps(tmp_path, 1)
+    monkeypatch.setattr(checkpoint_store, "write_manifest", failing(None, math.inf))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    with pytest.raises(StorageError, match=r"saving checkpoint 2 failed: .*manifest\.json"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+
+
+def test_what_a_failed_save_has_left_and_nobody_can_delete_is_not_in_the_way(tmp_path, monkeypatch, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / "2.saving" / "params").mkdir(parents=True)
+    monkeypatch.setattr(step_dirs, "_remove", lambda *_: raise_(PermissionError(13, "Permission denied")))
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+    assert checkpoints.steps() == [2] and "2.saving failed and is tried again" in caplog.text
 
 
 def test_restore_onto_other_mesh_gives_same_values(run):
@@ -674,6 +757,14 @@ def test_damage_that_one_of_two_processes_finds_makes_both_fall_back(tmp_path):
 def test_full_disk_is_an_error_on_every_process(tmp_path):
     output = "".join(together("full", tmp_path, 2, free_port()))
     assert output.count("not enough disk space for checkpoint 3") == 2
+
+
+@pytest.mark.multiprocess
+def test_a_save_that_one_of_two_processes_cannot_write_is_given_up_by_both_and_the_next_is_whole(tmp_path):
+    output = together("refused", tmp_path, 2, free_port())
+    for step, victim in ((3, 1), (4, 0)):
+        assert output.count(f"saving checkpoint {step} failed: process {victim}: ValueError: UNKNOWN: Error wri") == 2
+    assert not list(tmp_path.glob("*.saving*"))
 
 
 @pytest.mark.multiprocess

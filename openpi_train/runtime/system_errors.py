@@ -1,0 +1,47 @@
+"""Which errors are a file system's, whatever the file: those that pass, and those that last until somebody mends it.
+
+Read next: `passing_errors.py`, which waits for them to pass; `exits.py`, which ends a run for a restart.
+"""
+
+import errno
+import re
+
+# Such as those of a file server's failover.
+PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "EAGAIN", "EBUSY"),
+        *("ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ECONNRESET", "ECONNREFUSED"),
+    )
+    if hasattr(errno, name)  # EREMOTEIO is Linux's
+)
+# Full, over quota, or made read-only because of its errors.
+_UNTIL_MENDED = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS") if hasattr(errno, name))
+# Of these alone it is clear without a path that they are of a file: sockets and processes have the others, too.
+_OF_FILES = _UNTIL_MENDED | {errno.EIO, errno.ESTALE}
+# tensorstore, which reads and writes arrays, raises a ValueError that ends with this.
+_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
+
+
+def passes(error: BaseException) -> bool:
+    """Whether this is an error of a file that may be over a moment later."""
+    number = _number(error)
+    return number in PASSING and _is_of_file(error, number)
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether this is an error of a file system that fails, or is full or read-only."""
+    number = _number(error)
+    return number in PASSING | _UNTIL_MENDED and _is_of_file(error, number)
+
+
+def _is_of_file(error: BaseException, number: int | None) -> bool:
+    return number in _OF_FILES or not isinstance(error, OSError) or error.filename is not None
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error of a file; None if it is another kind of error."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _TENSORSTORE.search(str(error)) if isinstance(error, ValueError) else None
+    return int(found[1]) if found else None
