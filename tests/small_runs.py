@@ -46,6 +46,8 @@ class PausingPoints(own_experiment.Points):
             time.sleep(0.3)
         if self.fault == "kills" and POISONED_ROW in positions:
             os.kill(os.getpid(), signal.SIGKILL)
+        while self.fault == "waits" and POISONED_ROW in positions and not Path(os.environ["GATE"]).exists():
+            time.sleep(0.05)
         if self.fault == "hangs at first step" and self.first == 0:
             time.sleep(600)
         return super().batch(positions)
@@ -63,7 +65,7 @@ class OpenedPausingPoints(own_experiment.OpenedPoints):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PausingPointData(own_experiment.PointData):
     pause_s: float = 0.0
-    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills", "is slow", "is busy",
+    # "slow to open", "save fails", "one save fails", "raises", "hangs", "kills", "waits", "is slow", "is busy",
     # and "hangs at " with a place below
     fault: str = ""
     process: str = "1"

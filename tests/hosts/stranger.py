@@ -83,8 +83,10 @@ def replay(folder: str) -> None:
     for said in sorted(Path(folder).glob("said_*")):
         with connect("node0:29500") as again:
             again.settimeout(30)
-            again.sendall(b"".join(said.read_bytes().splitlines(keepends=True)[:2]))
-            answer = b""
+            introduction, proven = said.read_bytes().splitlines(keepends=True)[:2]
+            again.sendall(introduction)
+            answer = again.recv(1 << 16)
+            again.sendall(proven)
             with contextlib.suppress(OSError):
                 while part := again.recv(1 << 16):
                     answer += part
