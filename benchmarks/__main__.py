@@ -34,6 +34,7 @@ BENCHMARKS = {
     "startup": "seconds from the command to the first step with 1, 2 and 4 processes, part by part",
     "long_run": "memory, descriptors, threads and files of processes during a run of 100,000 small steps",
     "vla_runs": "all ways to train a VLA, at small size: 2 processes x 2 devices under zero3, resumed on 1 device",
+    "scale": "64 to 1,024 processes on this machine: seconds to meet, agree, save, restore, notice a loss, meet again",
     "fault_drill": "random faults during a run: the seconds and steps each costs, and whether the result is the same",
     "drill.under_slurm": "the same under Slurm's real daemons: their own faults, requeueing, the time limit",
 }

@@ -18,7 +18,7 @@ def read(connection: socket.socket) -> dict:
 
 def challenged(connection: socket.socket, nonce: str = "0" * 32) -> tuple[str, str]:
     """Introduce ourselves; the nonces of both ends."""
-    connection.sendall(json.dumps({"openpi_train": 2, "nonce": nonce}).encode() + b"\n")
+    connection.sendall(json.dumps({"openpi_train": 3, "nonce": nonce}).encode() + b"\n")
     return nonce, read(connection)["nonce"]
 
 

@@ -100,21 +100,22 @@ class Drill:
     def _one(self, names: Sequence[str]) -> Survived:
         """Inject one fault, and others while it is being mended; wait until the run trains again, and judge."""
         run, kinds = self.run, [KINDS[name] for name in names]
-        before = self._await_checkpoint(after=max(run.checkpoints(), default=0))
+        before = run.checkpoints()[-1]
         token = self._await(self._whole, _FIRST_START_S, "the run has lost processes before the fault")
         time.sleep(self._rng.uniform(0.0, 1.0))
         first, heard = run.launched, len(run.lines)
-        scenes, notices, at = [], [], 0.0
-        for kind in kinds:
-            scene = self._scene(kind, token, is_next=bool(scenes))
-            scenes.append(scene)
-            launched, since = run.launched, len(run.lines)
+        notices, at = [], 0.0
+        scenes = [self._armed(kinds[0], token, is_next=False)]
+        for number, kind in enumerate(kinds):
+            scene, launched, since = scenes[number], run.launched, len(run.lines)
             with self._struck(scene, kind) as fired_at:
                 at = at or fired_at
                 if kind.codes:
                     notices.append(self._noticed(scene, kind, since))
                 elif kind.codes is None and run.launched.process.poll() is None:
                     self._await_steps(since, self._bound_s([kind]), "the run went neither on nor down")
+                # Before the first is mended, or the next start would be past the window.
+                scenes += [self._armed(later, token, is_next=True) for later in kinds[number + 1 : number + 2]]
             if run.launched is launched and kind.codes is None:
                 notices += _notices(run, since)
         deadline = at + self._bound_s(kinds)
@@ -133,16 +134,20 @@ class Drill:
             recovery_s=trained_at - at,
         )
 
-    def _scene(self, kind: Kind, token: str, *, is_next: bool) -> Scene:
+    def _armed(self, kind: Kind, token: str, *, is_next: bool) -> Scene:
+        """The fault, which waits from now on for its victim to come to its window."""
         window = self._rng.choice(possible_windows(kind, self._drilled, is_next=is_next))
         rank = 0 if WINDOWS[window].of_process_0 else self._rng.randrange(self._num_hosts)
-        return Scene(lab=self._lab, run=self.run, rng=self._rng, rank=rank, window=window, token=token, is_next=is_next)
+        scene = Scene(
+            lab=self._lab, run=self.run, rng=self._rng, rank=rank, window=window, token=token, is_next=is_next
+        )
+        scene.arm(kind.harm, kind.value, kind.times)
+        return scene
 
     @contextlib.contextmanager
     def _struck(self, scene: Scene, kind: Kind) -> Any:
-        """Do the harm; yields when. It is mended at the end of the block, where that is the drill's part."""
+        """Once the harm is done, yields when. It is mended at the end of the block, if that is the drill's part."""
         armed, rank = self._lab.armed, scene.rank
-        scene.arm(kind.harm, kind.value, kind.times)
         limit_s = self._bound_s([kind]) + _FIRST_START_S * scene.is_next
         self._await(lambda: armed.fired(rank) is not None, limit_s, f"process {rank} never came to {scene.window!r}")
         scene.fired = fired = armed.fired(rank)

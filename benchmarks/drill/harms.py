@@ -135,12 +135,19 @@ def fill_local_disk(scene: Scene) -> Iterator[None]:
 
 
 def disk(kind: str, on: str, operations: tuple[str, ...], **how: float) -> Outside:
-    """The shared disk refuses or delays: see `BadDisk.misbehave`."""
+    """The shared disk refuses or delays, until the run has met that: see `BadDisk.misbehave`."""
 
     @contextlib.contextmanager
     def misbehave(scene: Scene) -> Iterator[None]:
-        scene.lab.disk.misbehave(kind, on=on, operations=operations, **how)
+        number = scene.lab.disk.misbehave(kind, on=on, operations=operations, **how)
         yield
+        deadline = time.monotonic() + _DOWN_S
+        while not scene.lab.disk.met(number):
+            if time.monotonic() > deadline:
+                raise FaultFailed(f"the run did not meet the disk's {kind} within {_DOWN_S:.0f} s")
+            time.sleep(0.1)
+        time.sleep(_AWAY_S)
+        scene.lab.disk.heal()
 
     return misbehave
 

@@ -88,6 +88,9 @@ KINDS = {
     "GPU: launch failed": _gpu(7, "CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
     "GPU: illegal address": _gpu(7, "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"),
     "GPU: link to another": _gpu(5, "CUDA_ERROR_NVLINK_UNCORRECTABLE: uncorrectable NVLink error detected"),
+    "GPU: no memory for a step": dataclasses.replace(
+        _gpu(3, ""), value="RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes.", starting=()
+    ),
     "GPU: a kernel never ends": Kind(
         weight=4,
         harm="hang",
@@ -223,10 +226,11 @@ def sequence(count: int, names: Sequence[str], overlapping: float, rng: random.R
 
 
 def _drawn(count: int, names: Sequence[str], rng: random.Random) -> list[str]:
-    """`count` names in random order, in proportion to their weights."""
-    total = sum(KINDS[name].weight for name in names)
-    exact = {name: KINDS[name].weight * count / total for name in names}
-    numbers = {name: int(share) for name, share in exact.items()}
+    """`count` names in random order, in proportion to their weights, but each once if there is room for all."""
+    least = 1 if count >= len(names) else 0
+    total, rest = sum(KINDS[name].weight for name in names), count - least * len(names)
+    exact = {name: KINDS[name].weight * rest / total for name in names}
+    numbers = {name: int(share) + least for name, share in exact.items()}
     by_rest = sorted(names, key=lambda name: (numbers[name] - exact[name], rng.random()))
     for name in by_rest[: count - sum(numbers.values())]:
         numbers[name] += 1

@@ -60,7 +60,7 @@ class Armed:
     """Harms that wait in processes, as files in `folder`, which all hosts see."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self._number = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def arm(
@@ -77,7 +77,14 @@ class Armed:
         """Have the process of this rank do harm in its next call of the window; `not_token`: in no process of the start
         with this token."""
         place = WINDOWS[window]
-        fault = {"module": place.module, "function": place.function, "harm": harm, "value": value}
+        self._number += 1
+        fault = {
+            "number": self._number,
+            "module": place.module,
+            "function": place.function,
+            "harm": harm,
+            "value": value,
+        }
         draft = self.folder / f"rank_{rank}.draft"
         draft.write_text(json.dumps({**fault, "after_s": after_s, "times": times, "not_token": not_token}))
         draft.replace(self.folder / f"rank_{rank}.json")

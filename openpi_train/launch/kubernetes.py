@@ -76,7 +76,7 @@ class Kubernetes(Launch):
     gpus_per_node: int = option("GPUs of each pod; 0 trains on CPUs")
     form: str = option("jobset needs its controller (%(default)s)", "job", choices=("job", "jobset"))
     namespace: str | None = option("(default: that of kubectl)", None)
-    port: int = option("coordinator's port; it and the next (%(default)s)", DEFAULT_PORT)
+    port: int = option("coordinator's port (%(default)s)", DEFAULT_PORT)
     claims: tuple[tuple[str, str], ...] = option(
         "volume claim", (), flags=["--pvc"], type=_claim, metavar="NAME:/MOUNT"
     )
@@ -257,10 +257,7 @@ def _service(spec: Kubernetes) -> Json:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": spec.name},
-            "ports": [
-                {"name": "coordinator", "port": spec.port},
-                {"name": "rendezvous", "port": spec.port + 1},
-            ],
+            "ports": [{"name": "coordinator", "port": spec.port}],
         },
     }
 
@@ -299,7 +296,7 @@ def _pod_spec(spec: Kubernetes, token: str | None) -> Json:
                 # No shell around the process, so that SIGTERM reaches it.
                 "command": ["python", "-m", "openpi_train", *spec.arguments],
                 "env": _environment(spec, token),
-                "ports": [{"containerPort": spec.port}, {"containerPort": spec.port + 1}],
+                "ports": [{"containerPort": spec.port}],
                 "resources": _resources(spec),
                 "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 "volumeMounts": [

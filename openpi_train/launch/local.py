@@ -15,7 +15,7 @@ class Local(Launch):
     """All processes on this machine."""
 
     processes: int = option("number of processes")
-    port: int | None = option("coordinator's port; it and the next (default: free ones)", None)
+    port: int | None = option("coordinator's port (default: a free one)", None)
     max_restarts: int = max_restarts_option()
     here: Here
 

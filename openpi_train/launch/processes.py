@@ -362,14 +362,13 @@ def _send(started: Sequence[Started], signum: int) -> None:
 
 
 def free_port() -> int:
-    """A port that is free on this machine, as is the next one.
+    """A port that is free on this machine.
 
     It is outside of the range for outgoing connections: one of these could take it before process 0 listens, seconds
     later.
     """
     while True:
-        port = random.SystemRandom().randrange(_FIRST_PORT, DEFAULT_PORT - 1)
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind(("", port))
-            second.bind(("", port + 1))
+        port = random.SystemRandom().randrange(_FIRST_PORT, DEFAULT_PORT)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
             return port

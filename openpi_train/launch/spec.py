@@ -39,7 +39,7 @@ class LaunchSpec:
     hosts: tuple[str, ...] = ("127.0.0.1",)
     """The address of the first host, which all must reach; addresses or any labels for the others."""
     port: int = DEFAULT_PORT
-    """Port of the master for jax's coordinator; the one after it is for the rendezvous."""
+    """Port of the master, where process 0 listens for the others."""
     devices_per_process: int | None = None
     """CPU devices that each process makes; None leaves the devices to jax."""
     token: str = ""
@@ -86,9 +86,9 @@ def without_going_back(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], str
 
 
 def check_port(port: int, name: str) -> None:
-    """Raise LaunchError if `port` or the next one is invalid. `name` is the user's name for it."""
-    if not 1 <= port <= 65534:
-        raise LaunchError(f"{name} {port} is not from 1 to 65534")
+    """Raise LaunchError if `port` is invalid. `name` is the user's name for it."""
+    if not 1 <= port <= 65535:
+        raise LaunchError(f"{name} {port} is not from 1 to 65535")
 
 
 def check_variable(name: str) -> None:

@@ -30,7 +30,7 @@ from openpi_train.launch.supervise import Rules, Start, max_restarts_option, sup
 # No prompts, which nobody could answer; a lost host is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 _ANSWER_S = 45.0  # more than ssh's own limit on connecting
-_PORTS = 1000  # pairs of ports that restarts use in turn
+_PORTS = 1000  # that restarts use in turn
 _SSH_FAILED = 255  # ssh's own failure; every other code is that of the remote program
 
 
@@ -132,7 +132,7 @@ class Ssh(Launch):
             arguments=start.arguments,
             processes_per_host=self.per_node.processes,
             hosts=(master, *others),
-            port=self.master_port or DEFAULT_PORT + 2 * (start.number % _PORTS),
+            port=self.master_port or DEFAULT_PORT + start.number % _PORTS,
             devices_per_process=self.here.devices_per_process,
             restart=start.number,
             program=(self.python, "-m", "openpi_train"),

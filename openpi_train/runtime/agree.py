@@ -159,7 +159,12 @@ def _told(name: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: Exception) -> PeerLostError:
+    where = f"process 0 on {_hosts[0]}" if _hosts else "process 0"
+    return PeerLostError(f"the coordination service of {where} failed at {name!r}: {brief(error)}")
 
 
 def _said(call: int) -> dict[int, str]:
@@ -169,14 +174,15 @@ def _said(call: int) -> dict[int, str]:
 
 
 def _read(name: str, key: str, timeout_s: float) -> Any:
-    """The value of a key that process 0 sets at once."""
+    """The value of a key that process 0 sets at once. Python carries it there (`tunnel.py`), and may be in C code for
+    some seconds."""
     wait = Wait(timeout_s)
     while True:
         try:
             return json.loads(_client().blocking_key_value_get(key, int(1000 * _SLICE_S)))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error) or wait.is_over():
-                raise PeerLostError(f"the coordination service failed at {name!r}: {brief(error)}") from error
+                raise _failed(name, error) from error
         wait.report(lambda: f"waiting at {name!r} for what process 0 says")
 
 

@@ -1,8 +1,8 @@
 """Process 0's side of the rendezvous: accepts processes and decides whether the run starts. Read next: `rendezvous.py`.
 
 Whoever cannot show that it knows the job's token (`handshake.py`) is dropped, counted and told of in a line. The door
-stays open for the life of the run, so that an extra process 2, say, is refused with a reason. jax itself would end
-the process 2 that is already training.
+stays open for the life of the run: once it has started, for each process's tunnel to jax's service (`tunnel.py`), and
+so that an extra process 2, say, is refused with a reason. jax itself would end the process 2 that is already training.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ from openpi_train.runtime.handshake import NotProven, Signing
 from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.listening import listen
 from openpi_train.runtime.peer import Peer
+from openpi_train.runtime.tunnel import Tunnels
 from openpi_train.runtime.waiting import Wait
 
 logger = logging.getLogger(__name__)
 
-# Limit from the connection to the end of the hello (our processes need milliseconds), and once the run has started.
+# Limit from the connection to the end of the hello (our processes need milliseconds), and once all have their tunnels.
 _HELLO_TIMEOUT_S, _LATE_TIMEOUT_S = 10.0, 1.0
 _INTRODUCTION_LIMIT_BYTES = 1 << 10
 _HELLO_LIMIT_BYTES = 1 << 18
@@ -42,7 +43,7 @@ _MOST_DIFFERENCES = 8
 _WARNINGS = 100
 # Delay before the next try if no connection can be accepted: a process may temporarily lack files or threads.
 _RETRY_S = 0.2
-# Between two callers once the run has started: whoever opens thousands of connections slows no step down.
+# Between two callers once all have their tunnels: whoever opens thousands of connections slows no step down.
 _LATE_PAUSE_S = 0.02
 
 
@@ -72,6 +73,16 @@ class Guest:
     gone: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunnelCaller:
+    """A process that calls again once the run has started, for its tunnel to jax's service."""
+
+    process_index: int
+    signing: Signing
+    received: bytes
+    """Has already been read from the connection."""
+
+
 class Door:
     """Process 0's side: listens, reads every guest in a separate thread, and sends all of them the same verdict."""
 
@@ -91,12 +102,11 @@ class Door:
         self.token, self.token_file = token, token_file
         self.arrivals: queue.Queue[Guest] = queue.Queue()
         self.waiting, self.started = True, False
+        self.tunnels, self.tunnelled = Tunnels(), set[int]()
         self.unproven: dict[socket.socket, tuple[str, float]] = {}  # address and time of arrival, oldest first
         self.unproven_lock = threading.Lock()
         self.turned_away = itertools.count(1)
-        # jax's own listener would share a busy port with another jax run without a word (SO_REUSEPORT).
-        listen(host, port).close()
-        self.listener = listen(host, port + 1)
+        self.listener = listen(host, port)
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     def gather(self, timeout_s: float, cpu_collectives: bool) -> list[Peer]:
@@ -180,7 +190,7 @@ class Door:
                 self._warn("nobody hears whoever came to the rendezvous port: %s", error)
                 self._is_heard(connection)
                 connection.close()
-            if self.started:
+            if self._is_complete():
                 time.sleep(_LATE_PAUSE_S)
 
     def _make_room(self) -> None:
@@ -206,11 +216,11 @@ class Door:
             return self.unproven.pop(connection, None) is not None
 
     def _hear(self, connection: socket.socket) -> None:
-        """Read a new connection, pass on members of the run, and notice when they leave. Garbage ends here."""
-        guest = None
+        """Read a new connection, and let in those of the run. Garbage ends here."""
+        caller = None
         with connection:
             try:
-                guest = self._admitted(connection)
+                caller = self._admitted(connection)
             except NotProven as stranger:
                 self._warn("turned away %s, which does not know the token of this run", _claimed(stranger.said))
             except (ValueError, EOFError, TimeoutError) as error:
@@ -219,42 +229,69 @@ class Door:
                 pass  # it left while it was turned away
             finally:
                 is_heard = self._is_heard(connection)
-            if guest is None or not is_heard:
+            if caller is None or not is_heard:
                 return
             try:
-                guest.signing.say(connection, handshake.WELCOME)
+                caller.signing.say(connection, handshake.WELCOME)
             except OSError:
                 return
-            self.arrivals.put(guest)
-            guest.peer.listen()
-            guest.gone = True
-            self.arrivals.put(guest)
-            if self.waiting:
-                logger.warning("%s left before all had come; still waiting for it", guest.hello.who())
+            if isinstance(caller, TunnelCaller):
+                self._let_through(caller, socket.socket(fileno=connection.detach()))
+            else:
+                self._attend(caller)
 
-    def _admitted(self, connection: socket.socket) -> Guest | None:
-        """The new guest if it belongs to the run; None if it comes late.
+    def _attend(self, guest: Guest) -> None:
+        """Pass on a member of the run, and notice when it leaves."""
+        self.arrivals.put(guest)
+        guest.peer.listen()
+        guest.gone = True
+        self.arrivals.put(guest)
+        if self.waiting:
+            logger.warning("%s left before all had come; still waiting for it", guest.hello.who())
+
+    def _let_through(self, caller: TunnelCaller, connection: socket.socket) -> None:
+        try:
+            self.tunnels.into_service(connection, caller.received)
+        except OSError as error:
+            logger.warning("process %d finds no service of jax here: %s", caller.process_index, error)
+            connection.close()
+        else:
+            self.tunnelled.add(caller.process_index)
+
+    def _is_complete(self) -> bool:
+        """Whether the run has started and every process has its tunnel: whoever comes now comes late."""
+        return self.started and len(self.tunnelled) >= self.own.process_count - 1
+
+    def _admitted(self, connection: socket.socket) -> Guest | TunnelCaller | None:
+        """Whoever belongs to the run; None if it comes late.
 
         Raises NotProven if it does not know the token, and ValueError for an unknown program.
         """
         same_machine = connection.getpeername()[0] == connection.getsockname()[0]
-        limit_s = _LATE_TIMEOUT_S if self.started else _HELLO_TIMEOUT_S
+        limit_s = _LATE_TIMEOUT_S if self._is_complete() else _HELLO_TIMEOUT_S
         line, rest = _read_within(connection, _INTRODUCTION_LIMIT_BYTES, limit_s)
         nonces = (handshake.read_introduction(line), handshake.new_nonce())
         connection.settimeout(limit_s)
-        told = {"nonce": nonces[1], "token_file": self.token_file, "started": self.started}
-        send_line(connection, told)
-        if told["started"]:
+        is_late = self.started
+        send_line(connection, {"nonce": nonces[1], "token_file": self.token_file, "started": is_late})
+        signing = Signing(token=self.token, side=handshake.PROCESS_0, nonces=nonces)
+        try:
+            line, rest = _read_within(connection, _HELLO_LIMIT_BYTES, limit_s, rest)
+        except EOFError:
+            if not is_late:
+                raise
             self._warn("turned away a process from %s: all are here already", connection.getpeername()[0])
             return None
-        signing = Signing(token=self.token, side=handshake.PROCESS_0, nonces=nonces)
-        line, rest = _read_within(connection, _HELLO_LIMIT_BYTES, limit_s, rest)
         try:
-            hello = _parse_hello(signing.believed(line))
+            said = signing.believed(line)
         except NotProven:
             with contextlib.suppress(OSError):
                 send_line(connection, handshake.REFUSED)
             raise
+        if is_late:
+            index = handshake.read_tunnel_request(said, self.own.process_count)
+            return TunnelCaller(process_index=index, signing=signing, received=rest)
+        hello = _parse_hello(said)
         connection.settimeout(_HELLO_TIMEOUT_S)  # of an answer
         peer = Peer(hello.process_index, hello.host, connection, rest)
         return Guest(hello=hello, peer=peer, connection=connection, signing=signing, same_machine=same_machine)

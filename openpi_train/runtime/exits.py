@@ -24,7 +24,7 @@ from openpi_train.faults import (
     PREEMPTED,
     USAGE,
 )
-from openpi_train.runtime import logs
+from openpi_train.runtime import logs, phases
 from openpi_train.runtime.gpu_health import gpu_faults
 from openpi_train.runtime.system_errors import is_of_storage, passes
 
@@ -181,6 +181,9 @@ _HARDWARE_SIGNS = (
     "CUDA_ERROR_CONTAINED",
     "uncorrectable ECC error",
 )
+# Memory that was enough for the steps before is not the program's fault: another one may have taken some, or what is
+# free lies in pieces.
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -193,6 +196,8 @@ def exit_code_of(error: BaseException) -> int:
         from_runtime = isinstance(cause, RuntimeError | ValueError | OSError)
         if from_runtime and any(sign in str(cause) for sign in _HARDWARE_SIGNS):
             return HARDWARE
+        if from_runtime and _NO_MEMORY in str(cause) and phases.has_taken_first_steps():
+            return HARDWARE
         if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
             return PEER_LOST
         if is_of_storage(cause):
@@ -201,6 +206,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 _say_farewell: Callable[[int, str], None] | None = None
+_before_a_stop: Callable[[], None] | None = None
 
 
 def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
@@ -210,6 +216,12 @@ def say_farewell_by(farewell: Callable[[int, str], None] | None) -> None:
     """
     global _say_farewell
     _say_farewell = farewell
+
+
+def before_a_stop(act: Callable[[], None] | None) -> None:
+    """Register what this process does, in whichever thread, before it ends with code 75: the run was asked to stop."""
+    global _before_a_stop
+    _before_a_stop = act
 
 
 def run_guarded(main: Callable[[], int | None]) -> NoReturn:
@@ -279,6 +291,9 @@ def brief(error: BaseException) -> str:
 
 def end(code: int) -> NoReturn:
     """End the process at once, from any thread, after flushing all output."""
+    if code == PREEMPTED and _before_a_stop is not None:
+        with contextlib.suppress(Exception):  # it ends all the same
+            _before_a_stop()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # whoever read our output is gone; the log file has it all

@@ -1,14 +1,16 @@
 """What two processes of a run say to show each other that they know its token, which is never sent.
 
-    process      {"openpi_train": 2, "nonce": N}
+    process      {"openpi_train": 3, "nonce": N}
     process 0    {"nonce": M, "token_file": name of a `TokenFile` or null, "started": whether the run has}
     process      {"said": text of its `Hello`, "proof": of the token, "process", N, M and the text}
     process 0    {"said": '"welcome"', "proof": of the token, "process 0", N, M and the text}
     process 0    {"said": its verdict, "proof": likewise}
 
-A line of JSON each. N and M are new for each connection, so nobody can say again what was overheard. Process 0 proves
-itself, too: a stranger in its place is not believed. What follows on the connection (`peer.py`) is not signed: whoever
-can change packets of an open connection can still end the run. Read next: `rendezvous.py`, `door.py`.
+Once the run has started, a process calls again for its tunnel (`tunnel.py`), and says `{"tunnel": its index}` instead
+of the `Hello`; after "welcome" the connection carries what jax says. A line of JSON each. N and M are new for each
+connection, so nobody can say again what was overheard. Process 0 proves itself, too: a stranger in its place is not
+believed. What follows on a connection (`peer.py`) is not signed: whoever can change packets of an open connection can
+still end the run. Read next: `rendezvous.py`, `door.py`.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from typing import Any
 from openpi_train.runtime import job_token
 from openpi_train.runtime.lines import send_line
 
-_VERSION = 2
+_VERSION = 3
 _NONCE_LIMIT = 64
 PROCESS, PROCESS_0 = "process", "process 0"
 WELCOME = "welcome"
@@ -84,6 +86,19 @@ def read_introduction(line: bytes) -> str:
     if told["openpi_train"] != _VERSION or len(told["nonce"]) > _NONCE_LIMIT:
         raise ValueError(f"{line[:60]!r} is no introduction of ours")
     return told["nonce"]
+
+
+def tunnel_request(process_index: int) -> dict[str, Any]:
+    """What a process says, signed, that calls for its tunnel."""
+    return {"tunnel": process_index}
+
+
+def read_tunnel_request(said: Any, process_count: int) -> int:
+    """Which process calls for its tunnel. Raises ValueError if none of ours does."""
+    index = said.get("tunnel") if isinstance(said, dict) else None
+    if type(index) is int and 1 <= index < process_count and len(said) == 1:
+        return index
+    raise ValueError(f"{str(said)[:60]!r} is no call for a tunnel")
 
 
 def read_challenge(line: bytes) -> Challenge:

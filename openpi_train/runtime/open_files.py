@@ -13,8 +13,9 @@ logger = logging.getLogger(__name__)
 
 # Files of data and checkpoints, the log, the devices, and what libraries open.
 _FOR_FILES = 256
-# Of each other process, process 0 has a connection of the rendezvous and one of jax's coordination service.
-_PER_PEER = 2
+# Of each other process, process 0 has a connection of the rendezvous, one that carries what jax says, and both ends of
+# the one that carries it on to jax's service.
+_PER_PEER = 4
 # The system's own default of the most (`fs.nr_open`); some programs that a run starts go through all numbers.
 _MOST = 1 << 20
 

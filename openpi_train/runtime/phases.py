@@ -139,10 +139,12 @@ def points() -> int:
 
 
 def limit_by(timeouts: Timeouts, *, shows: bool) -> None:
-    """Limit every phase from now on; with `shows` the log has each limit at the phase's start, unless it had it
-    before."""
+    """Limit every phase from now on; with `shows` the log has the limits, and another one where such a phase begins."""
     global _timeouts, _shows_limits
     _timeouts, _shows_limits = timeouts, shows
+    if shows:
+        words = "time without progress: at most %s in a phase, %s and ten usual steps in a step (--timeouts)"
+        logger.info(words, duration(timeouts.phase_s), duration(timeouts.stuck_s))
 
 
 def limit_s() -> float | None:
@@ -156,6 +158,11 @@ def limit_s() -> float | None:
     if _current.of_steps and len(_step_durations_s) >= FIRST_STEPS:
         return _timeouts.stuck_s + _TIMES_THE_USUAL * usual_step_s()
     return max(_current.least_s or _timeouts.phase_s, learned_s(_kind(_current)))
+
+
+def has_taken_first_steps() -> bool:
+    """Whether this start has shown that its steps can be taken."""
+    return len(_step_durations_s) >= FIRST_STEPS
 
 
 def learned_s(name: str) -> float:
@@ -201,16 +208,17 @@ def _note_time() -> None:
 
 
 def _show_limit() -> None:
+    """Log the phase's limit if it is another than all have, and was not logged before."""
     limit = limit_s()
-    if limit is None or not _shows_limits:
+    if limit is None or _timeouts is None or not _shows_limits:
         return
-    what = "" if not _current.of_steps else " a step"
-    if _current.of_steps and len(_step_durations_s) < FIRST_STEPS:
-        what = f" for each of the first {FIRST_STEPS} steps"
-    words = f"limit {duration(limit)}{what}"
-    if _shown.get(_current.name) != words:
-        _shown[_current.name] = words
-        logger.info("%s (%s)", _current.name, words)
+    is_step = _current.of_steps and len(_step_durations_s) >= FIRST_STEPS
+    words = duration(limit)
+    if words == _shown.get(_current.name, duration(_timeouts.stuck_s if is_step else _timeouts.phase_s)):
+        return
+    _shown[_current.name] = words
+    what = " a step" if is_step else f" for each of the first {FIRST_STEPS} steps" if _current.of_steps else ""
+    logger.info("%s (limit %s%s)", _current.name, words, what)
 
 
 def _age_s() -> float:

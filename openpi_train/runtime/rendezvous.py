@@ -2,10 +2,10 @@
 
 jax aborts the process, uncatchably and without a reason, when a peer is late, a port is taken or a host name does not
 resolve, and it accepts peers that disagree on the world size. So first every process introduces itself to process 0
-over plain TCP, one port above the coordinator's, and process 0 sends all of them the same verdict. Both show that they
-know the job's token (`handshake.py`). The process says a `Hello`, and process 0 `{"host": its own, "error": null or a
-text, "lost": whether somebody never came}`. Then the watchdog uses the connection (`peer.py`). A stranger cannot end a
-start here. jax's own service asks for nothing: keep strangers from its port (docs/launching.md, Network).
+over plain TCP, at the coordinator's port, and process 0 sends all of them the same verdict. Both show that they know
+the job's token (`handshake.py`). The process says a `Hello`, and process 0 `{"host": its own, "error": null or a text,
+"lost": whether somebody never came}`. Then the watchdog uses the connection (`peer.py`). Once jax starts, each process
+calls at the same port for a second connection, which carries what jax says (`tunnel.py`). A stranger ends no run here.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from openpi_train.runtime.handshake import NotProven, Signing
 from openpi_train.runtime.job_token import TOKEN_VARIABLE, TokenFile, read_token
 from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.peer import Peer
+from openpi_train.runtime.tunnel import Tunnels
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import World, is_loopback, split_address
 
@@ -36,6 +37,8 @@ _VERDICT_LIMIT_BYTES = 1 << 23
 _CHALLENGE_LIMIT_BYTES = 1 << 10
 # Limit from the connection to process 0's welcome, which comes within milliseconds; then the process calls again.
 _WELCOME_S = 20.0
+# jax's client gives a connection up after 20 s, and makes another.
+_TUNNEL_S = 15.0
 
 
 class _NotHeard(Exception):
@@ -49,10 +52,11 @@ def meet(
     timeout_s: float = 300.0,
     cpu_collectives: bool = False,
     shared_folder: Path | None = None,
-) -> list[Peer]:
+) -> tuple[list[Peer], Tunnels]:
     """Return once all processes of `world` have met and agree; every process must call it.
 
-    Returns all others on process 0, and process 0 on the others; the connections stay open for the life of the run.
+    Returns all others on process 0, and process 0 on the others, with connections that stay open for the life of the
+    run; and what carries jax's.
 
     Args:
         facts: values that must be equal on all processes; a difference is reported by its key and both values.
@@ -75,11 +79,11 @@ def meet(
     if world.process_index == 0:
         with _token_for_all(world, shared_folder, port) as (token, file):
             door = Door(hello, host, port, token=token, token_file=file, host_of=world.host_of)
-            return door.gather(timeout_s, cpu_collectives)
+            return door.gather(timeout_s, cpu_collectives), door.tunnels
     # The cluster's DNS learns a pod's name only once the pod is there; elsewhere an unknown name is a mistake.
-    return _Visit(hello, host, port, world, shared_folder).meet(
-        timeout_s, name_timeout_s=timeout_s if world.source == "kubernetes" else 0.0
-    )
+    visit = _Visit(hello, host, port, world, shared_folder)
+    peers = visit.meet(timeout_s, name_timeout_s=timeout_s if world.source == "kubernetes" else 0.0)
+    return peers, Tunnels(visit.tunnel)
 
 
 @contextlib.contextmanager
@@ -93,8 +97,8 @@ def _token_for_all(world: World, folder: Path | None, port: int) -> Iterator[tup
             problem = f"and none can be put into {folder} ({error})"
     if not world.token_is_secret and file is None:
         logger.warning(
-            "the processes of this run share no secret (no %s, %s): whoever reaches port %d can end this start",
-            *(TOKEN_VARIABLE, problem, port + 1),
+            "the processes of this run share no secret (no %s, %s): whoever reaches port %d can end this run",
+            *(TOKEN_VARIABLE, problem, port),
         )
     try:
         yield (file.token, file.path.name) if file else (world.token, None)
@@ -107,21 +111,40 @@ class _Visit:
     """The side of all other processes: connect to process 0, show that both know the token, wait for the verdict."""
 
     def __init__(self, own: Hello, host: str, port: int, world: World, shared_folder: Path | None):
-        self._own, self._host, self._port = own, host, port + 1
+        self._own, self._host, self._port = own, host, port
         self._world, self._folder = world, shared_folder
-        self._where = f"process 0 at {host}, port {port + 1}"
+        self._where = f"process 0 at {host}, port {port}"
+        self._agreed_token: str | None = None  # once all have met
 
     def meet(self, timeout_s: float, name_timeout_s: float) -> list[Peer]:
         """Process 0, as in the list that `meet` returns. Raises likewise."""
         _await_name(self._own, self._host, name_timeout_s)
+        connection, signing, rest = self._call(dataclasses.asdict(self._own), timeout_s)
+        try:
+            verdict, rest = await_verdict(connection, signing, self._own, self._where, timeout_s, rest)
+            if verdict["error"] is not None:
+                raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
+        except BaseException:
+            connection.close()
+            raise
+        self._agreed_token = signing.token
+        peer = Peer(0, verdict["host"], connection, rest)
+        threading.Thread(target=peer.listen, name="process 0", daemon=True).start()
+        return [peer]
+
+    def tunnel(self) -> tuple[socket.socket, bytes]:
+        """A further connection, which process 0 carries to jax's service, and what has come over it already."""
+        connection, _, rest = self._call(handshake.tunnel_request(self._own.process_index), _TUNNEL_S)
+        return connection, rest
+
+    def _call(self, said: Any, timeout_s: float) -> tuple[socket.socket, Signing, bytes]:
+        """A connection on which both have shown that they know the token and `said` is said, and what has come over it
+        already."""
         wait = Wait(timeout_s)
         while True:
             connection = self._connect(wait)
             try:
-                signing, rest = self._introduce(connection)
-                verdict, rest = await_verdict(connection, signing, self._own, self._where, timeout_s, rest)
-                if verdict["error"] is not None:
-                    raise (PeerLostError if verdict["lost"] else UsageError)(verdict["error"])
+                return (connection, *self._introduce(connection, said))
             except _NotHeard:
                 connection.close()
                 if wait.is_over():
@@ -131,13 +154,9 @@ class _Visit:
                     ) from None
                 wait.report(lambda: f"{self._own.who()} calls {self._where} again and again, which hears it not")
                 time.sleep(random.uniform(0.05, 0.3))  # not all at once again
-                continue
             except BaseException:
                 connection.close()
                 raise
-            peer = Peer(0, verdict["host"], connection, rest)
-            threading.Thread(target=peer.listen, name="process 0", daemon=True).start()
-            return [peer]
 
     def _connect(self, wait: Wait) -> socket.socket:
         try:
@@ -149,11 +168,11 @@ class _Visit:
         except OSError as error:
             raise PeerLostError(
                 f"{self._own.who()} could not reach {self._where} within {wait.timeout_s:.0f} s ({error}): is it "
-                "running, is the address right, and does the firewall let this port and the one below through?"
+                "running, is the address right, and does the firewall let this port through?"
             ) from error
 
-    def _introduce(self, connection: socket.socket) -> tuple[Signing, bytes]:
-        """Say the hello, signed, and return once process 0 has shown that it knows the token, too."""
+    def _introduce(self, connection: socket.socket, said: Any) -> tuple[Signing, bytes]:
+        """Say it, signed, and return once process 0 has shown that it knows the token, too."""
         deadline = time.monotonic() + _WELCOME_S
 
         def check(num_bytes: int) -> None:
@@ -166,7 +185,7 @@ class _Visit:
             send_line(connection, handshake.introduction(nonce))
             line, rest = read_line(connection, _CHALLENGE_LIMIT_BYTES, meanwhile=check)
             challenge = handshake.read_challenge(line)
-            if challenge.started:
+            if challenge.started and self._agreed_token is None:
                 raise UsageError(
                     f"the run at this address ({self._where}) has started already with all its processes: end it "
                     "first, or use another port"
@@ -174,7 +193,7 @@ class _Visit:
             signing = Signing(
                 token=self._token(challenge.token_file), side=handshake.PROCESS, nonces=(nonce, challenge.nonce)
             )
-            signing.say(connection, dataclasses.asdict(self._own))
+            signing.say(connection, said)
             line, rest = read_line(connection, _VERDICT_LIMIT_BYTES, rest, meanwhile=check)
             if signing.believed(line) != handshake.WELCOME:
                 raise ValueError("it says something else")
@@ -190,6 +209,8 @@ class _Visit:
         return signing, rest
 
     def _token(self, token_file: str | None) -> str:
+        if self._agreed_token is not None:
+            return self._agreed_token
         if self._world.token_is_secret or token_file is None or self._folder is None:
             return self._world.token
         return read_token(self._folder, token_file)

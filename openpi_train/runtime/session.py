@@ -5,7 +5,7 @@ of all processes), `watchdog.py` (loss of a process).
 a run would then depend on the number of processes and not only on its mesh; and SIGTERM would not be caught.
 """
 
-import dataclasses
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
@@ -24,12 +24,12 @@ import openpi_train
 from openpi_train.runtime import agree, compile_cache, phases, preempt, xla
 from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.heap import keep_freed_memory
-from openpi_train.runtime.listening import listen_host
 from openpi_train.runtime.open_files import allow_open_files
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.rendezvous import meet
 from openpi_train.runtime.step_times import StepTimes
+from openpi_train.runtime.tunnel import Tunnels, jax_address, private_socket
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.watchdog import Watchdog
 from openpi_train.runtime.world import World, is_restart, split_address
@@ -43,6 +43,7 @@ _SLACK_S = 40
 _GREETING_S = 300
 
 _watchdog: Watchdog | None = None
+_tunnels: Tunnels | None = None
 
 
 def start(
@@ -53,7 +54,7 @@ def start(
     timeouts: Timeouts | None = None,
     shared_folder: Path | None = None,
 ) -> World:
-    """Meet the other processes, start jax with them, and return `world` with the coordinator that is in use.
+    """Meet the other processes, start jax with them, and return `world`.
 
     Every process must call it, once, before anything touches a device.
 
@@ -70,7 +71,7 @@ def start(
         equally, or this process may not open as many files as it needs.
         PeerLostError: a process did not come in time.
     """
-    global _watchdog
+    global _watchdog, _tunnels
     given, timeouts = timeouts, timeouts or Timeouts()
     for note in world.notes:
         logger.warning("%s", note)
@@ -89,7 +90,7 @@ def start(
         if world.process_count > 1:
             with phase("meeting the other processes"):
                 everything = software() | flat_facts(facts or {})
-                peers = meet(
+                peers, _tunnels = meet(
                     world,
                     everything,
                     timeout_s=timeouts.rendezvous_s,
@@ -97,7 +98,6 @@ def start(
                     shared_folder=shared_folder,
                 )
         else:
-            world = dataclasses.replace(world, coordinator=f"127.0.0.1:{_free_port()}")
             _send_in_memory_where_bits_allow()
         who = f"process {world.process_index} on {socket.gethostname()}"
         _watchdog = Watchdog(world.process_index, who, peers, timeouts, preempt.stop_noticed)
@@ -105,7 +105,9 @@ def start(
         if given is not None:
             phases.limit_by(given, shows=world.process_index == 0)
         with phase("starting jax"):
-            _initialize(world, share_of_gpus(world, os.environ) if kind == "gpu" else None, timeouts, _watchdog)
+            local_device_ids = share_of_gpus(world, os.environ) if kind == "gpu" else None
+            with private_socket() as path, _tunnels.starting(path) if _tunnels else contextlib.nullcontext():
+                _initialize(world, jax_address(path), local_device_ids, timeouts, _watchdog)
             _report(world)
     return world
 
@@ -121,6 +123,8 @@ def stop(timeout_s: float = Timeouts.finish_s) -> None:
     with phase("leaving the run"):
         agree.barrier("the end of the run", timeout_s)
         jax.distributed.shutdown()
+        if _tunnels is not None:
+            _tunnels.close()
     if _watchdog is not None:
         _watchdog.close()
 
@@ -180,26 +184,24 @@ def share_of_gpus(world: World, environ: Mapping[str, str]) -> list[int] | None:
     return list(range(world.local_index * share, (world.local_index + 1) * share))
 
 
-def _initialize(world: World, local_device_ids: list[int] | None, timeouts: Timeouts, watchdog: Watchdog) -> None:
-    assert world.coordinator is not None
-    host, port = split_address(world.coordinator)
-    listen = listen_host(host)
-    bind = (f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}") if listen else None
-    _bypass_proxies(host)
-    logger.info("starting jax: process %d of %d, coordinator %s", world.process_index, world.process_count, host)
+def _initialize(
+    world: World, address: str, local_device_ids: list[int] | None, timeouts: Timeouts, watchdog: Watchdog
+) -> None:
+    jax.config.update("jax_check_proxy_envs", False)  # it warns of every proxy variable: no proxy is on this way
+    logger.info("starting jax: process %d of %d", world.process_index, world.process_count)
     begin = time.monotonic()
     too_long = (
         f"jax did not start on all processes within {timeouts.handshake_s:.0f} s (--timeouts.handshake-s), although "
-        f"all have met: either they are slow, or a firewall lets port {port + 1} of {host} through and not {port}"
+        f"all have met: either they are slow, or some cannot call process 0 at {world.coordinator} a second time"
     )
     with watchdog.limit(timeouts.handshake_s, too_long):
         jax.distributed.initialize(
-            coordinator_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            coordinator_address=address,
             num_processes=world.process_count,
             process_id=world.process_index,
             local_device_ids=local_device_ids,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind,
+            coordinator_bind_address=address,
             initialization_timeout=math.ceil(timeouts.handshake_s) + _SLACK_S,
             heartbeat_timeout_seconds=math.ceil(timeouts.lost_s) + _SLACK_S,
             shutdown_timeout_seconds=_SHUTDOWN_S,
@@ -235,25 +237,11 @@ def _report(world: World) -> None:
 
 def _address(world: World) -> str:
     """This host's address towards the coordinator."""
+    if world.process_count == 1:
+        return "127.0.0.1"
     assert world.coordinator is not None
     host, port = split_address(world.coordinator)
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
         return probe.getsockname()[0]
-
-
-def _bypass_proxies(host: str) -> None:
-    """Keep the coordinator's connections away from an HTTP proxy, which would swallow them."""
-    if not any(name.lower().endswith("_proxy") for name in os.environ):
-        return
-    for name in ("no_proxy", "NO_PROXY"):
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
-    jax.config.update("jax_check_proxy_envs", False)  # it warns about every proxy variable, also bypassed ones
-
-
-def _free_port() -> int:
-    """A free port, for a coordinator that only this process uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -41,8 +41,8 @@ class WorldFlags:
     """Flags that identify the process; give all three, or none to detect them."""
 
     coordinator: str | None = None
-    """Address of process 0 as host:port. The port and the one after it must be free there. None, as with the next two:
-    detected from RANK.., Slurm, Open MPI or Kubernetes (docs/launching.md)."""
+    """Address of process 0 as host:port. The port must be free there. None, as with the next two: detected from RANK..,
+    Slurm, Open MPI or Kubernetes (docs/launching.md)."""
     num_processes: int | None = None
     """Number of processes of the run."""
     process_id: int | None = None
@@ -115,9 +115,8 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" ("[::1]:port" for IPv6)."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    # 65534, since the rendezvous listens one port higher.
-    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65534:
-        raise UsageError(f"coordinator address {address!r} is not host:port with a port from 1 to 65534")
+    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise UsageError(f"coordinator address {address!r} is not host:port with a port from 1 to 65535")
     return host, int(port)
 
 
@@ -377,8 +376,7 @@ def _place_on_host(coordinator: str | None, index: int, count: int) -> tuple[int
 
 
 def _job_port(job: int) -> int:
-    # Even, so that the rendezvous port of one job is not the port of the next; below the ports that kernels give out.
-    return 12000 + 2 * (job % 10000)
+    return 12000 + job % 20000  # below the ports that kernels give out
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

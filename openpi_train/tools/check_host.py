@@ -180,17 +180,14 @@ def own_name(kind: str) -> Iterator[CheckResult]:
 
 
 def ports(port: int, *, chosen: bool) -> Iterator[CheckResult]:
-    """Check that the coordinator's port and the next one, for the rendezvous, are free. `chosen`: set by the user."""
-    for number in (port, port + 1):
-        try:
-            with socket.create_server(("", number), reuse_port=False):
-                pass
-        except OSError as error:
-            advice = "use another with --port (local) or --master-port, or end what listens there (ss -ltnp)"
-            reason = os.strerror(error.errno or 0)
-            yield (fail if chosen else warn)("ports", f"port {number} cannot be used here ({reason})", advice)
-            return
-    yield ok("ports", f"{port} and {port + 1} are free here")
+    """Check that the coordinator's port is free. `chosen`: set by the user."""
+    try:
+        with socket.create_server(("", port), reuse_port=False):
+            yield ok("ports", f"{port} is free here")
+    except OSError as error:
+        advice = "use another with --port (local) or --master-port, or end what listens there (ss -ltnp)"
+        reason = os.strerror(error.errno or 0)
+        yield (fail if chosen else warn)("ports", f"port {port} cannot be used here ({reason})", advice)
 
 
 def reach(hosts: Sequence[str], default_port: int) -> Iterator[CheckResult]:
@@ -222,7 +219,7 @@ def reach(hosts: Sequence[str], default_port: int) -> Iterator[CheckResult]:
             yield ok("reach", text) if ":" not in given else warn("reach", text, advice)
         except OSError as error:
             text = f"{host} ({address}) does not answer on port {port} ({error})"
-            yield fail("reach", text, f"is it up, and does the firewall let {port} and {port + 1} through?")
+            yield fail("reach", text, f"is it up, and does the firewall let {port} through?")
 
 
 def clock() -> Iterator[CheckResult]:

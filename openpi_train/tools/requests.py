@@ -66,7 +66,7 @@ class DoctorRequest(Request):
     experiment: Annotated[tuple[str, ...], Positional, arg(metavar="EXPERIMENT")] = ()
     # Also reach these hosts, or ports of them.
     hosts: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B:PORT")] = ()
-    # The coordinator's port, which must be free with the next one (29500).
+    # The coordinator's port, which must be free (29500).
     port: int | None = None
     # Print the findings as JSON.
     json: bool = False

@@ -3,8 +3,9 @@
 Process 0 counts them in the run's directory, whatever started them (Kubernetes has no launcher of ours). After three
 the run goes on from the checkpoint before the newest. From the third start on, until a checkpoint is saved, each step
 is recorded before it is taken and waited for, and no batch is read ahead: so the step in which starts end is known, and
-the rows of its batch are named. Ends of which a restart mends nothing (Ctrl-C, wrong data) do not count, nor does a
-stop on request. Read next: `start.py`.
+the rows of its batch are named. After ends of which a restart mends nothing (Ctrl-C, wrong data) it counts anew. A stop
+on request (code 75) is no crash, and no progress by itself: the count is then as before that start.
+Read next: `start.py`.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ from openpi_train.data.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.faults import Restart
 from openpi_train.launch.status import MAX_RESTARTS_VARIABLE
-from openpi_train.runtime import agree
-from openpi_train.runtime.exits import NoProgress, Preempted, UsageError, exit_code_of
+from openpi_train.runtime import agree, exits
+from openpi_train.runtime.exits import NoProgress, UsageError, exit_code_of
 from openpi_train.training import fencing
 from openpi_train.training.checkpoints.step_dirs import complete_steps
 
@@ -82,6 +83,8 @@ def begin(experiment: Experiment, directory: pathlib.Path) -> tuple[CrashLoop, i
         )
     if loop.in_vain:
         _tell(loop, older)
+    if jax.process_index() == 0:
+        exits.before_a_stop(lambda: _take_back(directory, loop))
     return loop, older
 
 
@@ -107,8 +110,18 @@ def counting(directory: pathlib.Path) -> Iterator[None]:
     finally:
         fault = None if error is None else faults.fault_of(exit_code_of(error))
         mends = fault is not None and fault.restart in (Restart.SAME_HOSTS, Restart.OTHER_HOSTS)
-        if jax.process_index() == 0 and (not mends or isinstance(error, Preempted)):
+        if jax.process_index() == 0 and not mends:
             _forget(directory)
+
+
+def _take_back(directory: pathlib.Path, loop: CrashLoop) -> None:
+    """Record what was before this start, which ends on request. What it has saved is seen by the next one."""
+    if loop.in_vain == 0:
+        _forget(directory)
+        return
+    with contextlib.suppress(UsageError):  # it may be a newer start's by now
+        fencing.require_owned_if_readable(directory)
+        _write(directory, loop)
 
 
 def _forget(directory: pathlib.Path) -> None:

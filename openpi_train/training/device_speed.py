@@ -48,14 +48,14 @@ class DeviceSpeed:
             with self._ends_where_memory_is_full():
                 self._products = _compiled(devices, self._length)
 
-    def look(self) -> None:
-        """Time the products, and note the times for process 0, unless that was less than `EVERY_S` ago.
+    def look(self) -> bool:
+        """Time the products, and note the times for process 0, unless that was less than `EVERY_S` ago; whether it did.
 
         To be called when the devices have ended all steps: it takes what the products take, and nothing waits before
         them. It uses nothing of the training, and no collective.
         """
         if not self._length or self._clock() - self._looked_at < EVERY_S:
-            return
+            return False
         self._looked_at = self._clock()
         with self._ends_where_memory_is_full():
             seconds = timed(self._products)
@@ -65,6 +65,7 @@ class DeviceSpeed:
                 slowest = self._devices[seconds.index(max(seconds))]
                 self._reading = threading.Thread(target=_note_state, args=(slowest,), name="device state", daemon=True)
                 self._reading.start()
+        return True
 
     @contextlib.contextmanager
     def _ends_where_memory_is_full(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
 Each start increases the number in `<run>/.generation`, a fencing token. Before every commit, deletion and cut the file
 is read again: other contents than our own mean that a newer start has the run. Unlike a lock it holds where a file
 system has no locks (`flock` fails on some mounts of Lustre and NFS) or has lost them, and when a process wakes up that
-everybody believed dead. Only process 0 claims and asks. Read next: `run_lock.py`.
+everybody believed dead. Process 0 claims, and asks for what all share. Where each process commits
+and deletes on a disk of its own, it asks, too (`local_tier.py`). Read next: `run_lock.py`.
 """
 
 import os
@@ -34,6 +35,17 @@ def claim(directory: pathlib.Path) -> None:
     _claimed[path] = f"generation {number}, process {os.getpid()} on {platform.node()} (since {since}, {word})\n"
     write_text(path, _claimed[path])
     require_owned(directory)
+
+
+def claimed(directory: pathlib.Path) -> str | None:
+    """What this process has written into the directory's file, None if nothing: for `join`."""
+    return _claimed.get(_path(directory))
+
+
+def join(directory: pathlib.Path, claim: str | None) -> None:
+    """Ask from now on whether the start of the run that has this claim, process 0's, still owns the directory."""
+    if claim is not None:
+        _claimed[_path(directory)] = claim
 
 
 def require_owned(directory: pathlib.Path) -> None:

@@ -156,9 +156,8 @@ class Run:
             self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
         self.progress.report(values)
-        if self.device_speed is not None and not self.profiler.is_tracing:
-            self.recorder.lateness.pause()  # all processes do this now
-            self.device_speed.look()
+        if self.device_speed is not None and not self.profiler.is_tracing and self.device_speed.look():
+            self.recorder.lateness.pause()  # that was no lateness
         told = session.told_times()
         for line in (*self.slow_hosts.look(told, values["time/step_s"] or 0.0), *self.slow_devices.look(told)):
             logger.warning("%s", line)

@@ -138,7 +138,9 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         patiently(lambda: record_start(settled.given, measured), f"writing to {directory}")
         patiently(lambda: write_json(directory / "plan.json", settled.prepared.as_json()), f"writing to {directory}")
     recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
-    history = read_evaluations(directory / "metrics.jsonl", int(state.step))
+    # Process 0 alone reads the file, which grows all the time; which steps are evaluated all must see alike.
+    own = read_evaluations(directory / "metrics.jsonl", int(state.step)) if jax.process_index() == 0 else None
+    history = agree.broadcast("evaluations so far", own)
     if experiment.resume_from is not None:  # the best may have been a checkpoint that was set aside
         for line in history:
             if "val/loss" in line:

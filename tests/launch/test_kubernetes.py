@@ -155,7 +155,7 @@ def test_the_service_is_headless_and_selects_the_jobs_pods_before_they_are_ready
     service = manifest(PLAIN)[-2]["spec"]
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"]
     assert service["selector"] == {"batch.kubernetes.io/job-name": "run"}
-    assert [port["port"] for port in service["ports"]] == [29500, 29501]
+    assert [port["port"] for port in service["ports"]] == [29500]
 
 
 def test_the_pods_of_a_jobset_have_names_before_they_are_ready():
@@ -194,7 +194,7 @@ def test_every_option_is_in_the_manifest(capsys):
     assert forms.main(["kubernetes", *options.split(), "--", *RUN]) == 0
     secret, service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert {document["metadata"]["namespace"] for document in (secret, service, job)} == {"robots"}
-    assert [port["port"] for port in service["spec"]["ports"]] == [4000, 4001]
+    assert [port["port"] for port in service["spec"]["ports"]] == [4000]
     sizes = {name: job["spec"][name] for name in ("completions", "parallelism", "backoffLimit")}
     assert sizes == {"completions": 2, "parallelism": 2, "backoffLimit": 60}
     variables = job["spec"]["template"]["spec"]["containers"][0]["env"]
@@ -273,7 +273,7 @@ def test_a_pod_on_processors_is_told_so():
         ({"run_as_user": -1}, "--run-as-user -1 is not the number of a user"),
         ({"name": "a" * 60, "form": "jobset"}, "at most 53 of them here"),
         ({"num_nodes": 0}, "--nodes and --grace-s must be at least 1"),
-        ({"port": 65535}, "--port 65535"),
+        ({"port": 65536}, "--port 65536"),
         ({"arguments": ()}, "nothing to run"),
         ({"arguments": (*RUN, "--overwrite")}, "--overwrite: a pod that is restarted"),
         ({"arguments": (*RUN, "--resume-from=best")}, "a pod that is restarted would go back again"),

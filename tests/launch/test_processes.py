@@ -125,22 +125,6 @@ def test_the_reason_of_a_restart_has_the_error_that_is_meant_for_the_user(tmp_pa
     )
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells the open files of a process")
-def test_a_start_that_has_ended_holds_no_file(tmp_path):
-    """Files that the garbage collector would close some time: many starts of many hosts would come before it."""
-    result = """
-import gc, os
-gc.collect()
-gc.disable()
-before = len(os.listdir("/proc/self/fd"))
-for _ in range(3):
-    processes.run(commands(spec), Path({folder!r}), 1.0)
-print(len(os.listdir("/proc/self/fd")) - before)
-"""
-    _, out, _ = run("print('well')", tmp_path, processes=2, result=result.format(folder=str(tmp_path)))
-    assert out.splitlines()[-1] == "0"
-
-
 def test_a_process_that_does_not_end_by_itself_is_killed_after_the_grace_period(tmp_path):
     code, _, _ = run(
         """

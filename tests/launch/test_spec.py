@@ -39,7 +39,7 @@ def test_a_command_line_can_be_typed_into_a_shell():
     [
         ({"arguments": ()}, "put the experiment after --"),
         ({"processes_per_host": 0}, "there must be one"),
-        ({"port": 65535}, "not from 1 to 65534"),
+        ({"port": 65536}, "not from 1 to 65535"),
         ({"devices_per_process": 0}, "at least one"),
     ],
 )

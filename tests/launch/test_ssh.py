@@ -344,7 +344,7 @@ def test_a_run_goes_on_without_a_lost_host_from_another_port(start, tmp_path):
     assert code == 0, err
     assert "without node2: on node1" in err[-1]
     said = [(tmp_path / "output" / "restart_1" / f"process_{rank}.txt").read_text().split()[2:5] for rank in range(2)]
-    assert said == [["2", "node1", "29502"]] * 2
+    assert said == [["2", "node1", "29501"]] * 2
     assert run.output(0).split()[2:5] == ["4", "10.0.0.1", "29500"]
 
 

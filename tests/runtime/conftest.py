@@ -13,7 +13,7 @@ from openpi_train.launch import processes
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that is free together with the next one."""
+    """A port that is free."""
     return processes.free_port()
 
 

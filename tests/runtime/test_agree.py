@@ -39,8 +39,8 @@ def test_values_arrive_in_process_order_call_after_call(run_processes):
         assert word == "from process 0"
         assert left <= 2 * (3 + 1)  # what was said is forgotten at the next call
         assert large == [3_000_000] * 3
-        # A call takes a process so many of the service, also in a run of a thousand: to say, to wait, to read. Process
-        # 0 also reads for all, and forgets what was said before.
+        # A call takes a process so many of the service, also in a run of a thousand: to say, to wait, to read.
+        # Process 0 also reads for all, and forgets what was said before.
         assert count <= 7 * (5 if process == 0 else 3)
 
 

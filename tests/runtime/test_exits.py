@@ -1,3 +1,4 @@
+import collections
 import errno
 import os
 import subprocess
@@ -5,7 +6,7 @@ import sys
 
 import pytest
 
-from openpi_train.runtime import exits
+from openpi_train.runtime import exits, phases
 
 PRELUDE = """
 import atexit, logging, sys, time
@@ -62,6 +63,14 @@ def end(body: str) -> subprocess.CompletedProcess:
 )
 def test_every_error_has_its_exit_code(error, code):
     assert exits.exit_code_of(error) == code
+
+
+def test_a_device_without_memory_for_a_step_like_those_before_has_failed_and_no_program(monkeypatch):
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes.")
+    monkeypatch.setattr(phases, "_step_durations_s", collections.deque([0.1, 0.1]))
+    assert exits.exit_code_of(error) == exits.BUG
+    phases.step_done(3)
+    assert exits.exit_code_of(error) == exits.HARDWARE
 
 
 def test_an_error_that_may_pass_is_no_error_of_the_users_file():

@@ -36,12 +36,12 @@ def test_a_process_may_open_as_many_files_as_the_system_allows():
     assert done.stdout.split() == ["1024"] * 3, done.stderr
 
 
-@pytest.mark.parametrize(("index", "count", "is_allowed"), [(0, 385, True), (0, 386, False), (1, 4096, True)])
-def test_process_0_needs_two_sockets_for_each_other(index, count, is_allowed):
+@pytest.mark.parametrize(("index", "count", "is_allowed"), [(0, 193, True), (0, 194, False), (1, 4096, True)])
+def test_process_0_needs_four_sockets_for_each_other(index, count, is_allowed):
     done = run(ALLOW.format(index=index, count=count), 64, 1024)
     assert (done.returncode == 0) == is_allowed, done.stderr
     if not is_allowed:
-        assert "may have 1024 files open (ulimit -Hn) and needs 1026 in a run of 386 processes" in done.stderr
+        assert "may have 1024 files open (ulimit -Hn) and needs 1028 in a run of 194 processes" in done.stderr
 
 
 def test_a_limit_that_is_too_low_is_told_before_the_processes_meet(free_port):
@@ -53,5 +53,5 @@ exits.run_guarded(lambda: session.start(find_world(flags, {{}})) and None)
 """
     done = run(code, 256, 512)
     assert done.returncode == 2, done.stderr
-    assert "may have 512 files open (ulimit -Hn) and needs 1453 in a run of 400 processes" in done.stderr
+    assert "may have 512 files open (ulimit -Hn) and needs 2251 in a run of 400 processes" in done.stderr
     assert "waiting for" not in done.stderr

@@ -39,7 +39,8 @@ from openpi_train.runtime.world import World
 index, count, port = map(int, sys.argv[1:])
 world = World(process_index=index, process_count=count, local_index=index, local_count=None,
               coordinator=f"127.0.0.1:{port}", source="flags", token="ours", token_is_secret=True)
-print(len(meet(world, {"experiment": "abc"}, timeout_s=60.0)))
+peers, _ = meet(world, {"experiment": "abc"}, timeout_s=60.0)
+print(len(peers))
 """
 
 MISTYPED = [
@@ -61,7 +62,7 @@ def line(hello) -> bytes:
     return json.dumps(hello).encode() + b"\n"
 
 
-INTRODUCTION = line({"openpi_train": 2, "nonce": "0" * 32})
+INTRODUCTION = line({"openpi_train": 3, "nonce": "0" * 32})
 
 
 def random_hello(draw: random.Random) -> bytes:
@@ -128,7 +129,7 @@ def the_others(port: int, count: int) -> list[subprocess.Popen]:
 
 
 def connected(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port + 1), timeout=30)
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
 @pytest.mark.slow
@@ -281,7 +282,7 @@ def test_a_crowd_from_one_address_drives_out_its_own(zero, monkeypatch):
     with contextlib.ExitStack() as stack:
         slow = stack.enter_context(connected(port))
         for _ in range(10 * door._MOST_HEARD):
-            crowd = socket.create_connection(("127.0.0.1", port + 1), 30, source_address=("127.0.0.2", 0))
+            crowd = socket.create_connection(("127.0.0.1", port), 30, source_address=("127.0.0.2", 0))
             stack.enter_context(crowd)
         wait_for(lambda: len(made.unproven) == door._MOST_HEARD)
         admitted(slow, FIELDS, "ours")
@@ -354,6 +355,7 @@ def test_a_flood_after_the_start_takes_few_threads_and_the_run_goes_on(zero, mon
             nonces = {
                 index: admitted(member, {**FIELDS, "process_index": index}, "ours") for index, member in members.items()
             }
+        made.tunnelled.update(members)
         strangers = [stack.enter_context(connected(port)) for _ in range(200)]  # silent ones
         threads, heard_by = [], {peer.process_index: peer for peer in found}
         for step in range(1, 6):

@@ -233,20 +233,29 @@ def test_a_phase_has_ten_times_the_longest_that_it_was_without_progress(clock):
     assert phases.seconds() == {"starting": 0.0, "evaluating": 420.0}
 
 
-def test_the_limit_is_shown_where_a_phase_begins_and_again_only_where_it_has_changed(clock, caplog):
+def test_the_limits_are_shown_once_and_another_one_where_such_a_phase_begins(clock, caplog):
     caplog.set_level("INFO", "openpi_train")
     phases.limit_by(Timeouts(phase_s=60.0), shows=True)
     for took in (1.0, 2.0, 9.0, 1.0):
         with phase("saving"):
             clock[0] += took
+    with phase("opening the data", least_s=7200.0):
+        pass
     with phase("training", of_steps=True):
         for step in range(6):
             step_done(step)
+    with phase("training", of_steps=True):
+        phases._step_durations_s.extend([30.0] * 32)
+        for _ in range(2):
+            with phase("evaluating"):
+                pass
+    with phase("training", of_steps=True):
+        pass
     assert [record.message for record in caplog.records] == [
-        "saving (limit 1m00s)",
+        "time without progress: at most 1m00s in a phase, 6m00s and ten usual steps in a step (--timeouts)",
         "saving (limit 1m30s)",
-        "training (limit 1m00s for each of the first 3 steps)",
-        "training (limit 6m00s a step)",
+        "opening the data (limit 2h00m)",
+        "training (limit 11m00s a step)",
     ]
 
 

@@ -169,14 +169,11 @@ def test_what_xla_is_told_is_shown_with_reason_and_source(monkeypatch):
 
 def test_a_taken_port_is_named():
     port = free_port()
-    assert lines(check_host.ports(port, chosen=True)) == [f"ok ports: {port} and {port + 1} are free here -> "]
-    for taken in (port, port + 1):
-        with socket.create_server(("", taken)):
-            (found,) = lines(check_host.ports(port, chosen=True))
-            assert found.startswith(
-                f"fail ports: port {taken} cannot be used here (Address already in use) -> use another"
-            )
-            assert lines(check_host.ports(port, chosen=False))[0].startswith("warn")
+    assert lines(check_host.ports(port, chosen=True)) == [f"ok ports: {port} is free here -> "]
+    with socket.create_server(("", port)):
+        (found,) = lines(check_host.ports(port, chosen=True))
+        assert found.startswith(f"fail ports: port {port} cannot be used here (Address already in use) -> use another")
+        assert lines(check_host.ports(port, chosen=False))[0].startswith("warn")
 
 
 def test_a_name_that_leads_back_to_this_machine_is_warned_of(monkeypatch):

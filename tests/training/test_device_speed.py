@@ -27,7 +27,7 @@ def test_all_devices_are_timed_once_a_minute_within_the_mesh_of_a_run(small, mon
     told = []
     with jax.set_mesh(Mesh(np.asarray(devices), ("replica",))), jax.transfer_guard("disallow"):
         for now[0] in (100.0, 159.0, 160.5):
-            speed.look()
+            assert speed.look() is (now[0] != 159.0)
             told.append(step_times.own())
     assert [times.products for times in told] == [1, 1, 2] and told[0].product_s == told[1].product_s
     assert len(told[2].product_s) == len(devices) and all(0 < each < 10 for each in told[2].product_s)
@@ -47,7 +47,7 @@ def test_products_take_a_thousandth_of_the_time_at_most_and_are_not_timed_on_cpu
         at_half_peak_s = device_speed.num_products(kind) * 2 * device_speed.SIZE**3 / (peak / 2)
         assert 0.01 < at_half_peak_s < device_speed.EVERY_S / 1000
     assert device_speed.num_products("cpu") is None
-    DeviceSpeed(jax.local_devices()).look()
+    assert not DeviceSpeed(jax.local_devices()).look()
 
 
 def test_a_device_whose_memory_is_full_is_not_timed_any_more(small, monkeypatch, caplog):

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,23 @@ def reserve(directory: Path, described: Mapping[str, str]) -> None:
         os.posix_fallocate(file.fileno(), 0, _lay_out(described)[1])
 
 
-def write(directory: Path, pieces: Pieces, described: Mapping[str, str], belongs: Mapping[str, Any]) -> None:
-    """Write a reserved save, through to the disk. `belongs` is JSON that `read_record` gives back."""
+def write(
+    directory: Path,
+    pieces: Pieces,
+    described: Mapping[str, str],
+    belongs: Mapping[str, Any],
+    before_record: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a reserved save, through to the disk. `belongs` is JSON that `read_record` gives back.
+
+    Where `before_record` raises, the save stays without its record, which makes it valid.
+    """
     offsets, _ = _lay_out(described)
     with (directory / _PIECES).open("r+b") as file, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         writing = {name: pool.submit(_write_piece, file.fileno(), at, pieces[name]) for name, at in offsets.items()}
         checksums = {name: future.result() for name, future in writing.items()}
         os.fsync(file.fileno())
+    before_record()
     body = json.dumps({**belongs, "pieces": dict(described), "crc32": checksums}, allow_nan=False)
     write_text(directory / _RECORD, f"{zlib.crc32(body.encode()):08x}\n{body}\n")
 

@@ -4,7 +4,8 @@
 
 Each process saves and reads back independently. A save is valid if it is complete on all processes: the
 next call checks this, and then removes older ones. Saves have the id of the run, stored in `.run_id` in the run
-directory, and of the start that wrote them, so saves of different runs or starts are never mixed.
+directory, and of the start that wrote them, so saves of different runs or starts are never mixed. Before a save and its
+record, and before it deletes, a process asks whether a newer start has the run (`fencing.py`).
 Read next: `copy_out.py` (from here to the run directory), `checkpoint_store.py` (what a run continues from).
 """
 
@@ -24,6 +25,7 @@ import jax
 from openpi_train.data.files import write_text
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
+from openpi_train.training import fencing
 from openpi_train.training.checkpoints import local_files
 from openpi_train.training.checkpoints.copy_out import PieceSource
 from openpi_train.training.checkpoints.layout import Leaves
@@ -60,8 +62,12 @@ class LocalTier:
         self._index = jax.process_index()
         self._run = Path(directory) / run_directory.parent.name / run_directory.name
         self._folder = self._run / f"process_{self._index}"
-        ids = [_run_id(run_directory), secrets.token_hex(8)] if self._index == 0 else None
-        self._run_id, self._start_id = agree.broadcast("the run's id", ids)
+        self._run_directory = run_directory
+        ids = None
+        if self._index == 0:
+            ids = [_run_id(run_directory), secrets.token_hex(8), fencing.claimed(run_directory)]
+        self._run_id, self._start_id, claim = agree.broadcast("the run's id", ids)
+        fencing.join(run_directory, claim)
         self._hosts = self._open(Path(directory))
         self._whole: int | None = None
         self._is_settled = False
@@ -75,6 +81,7 @@ class LocalTier:
         complete. If a disk has no space, the save is skipped on all processes with a warning, and None is returned.
         """
         self.finish()
+        self._require_owned()
         if not self._is_settled:
             self.settle(None)
         described = describe_pieces(items)
@@ -88,6 +95,7 @@ class LocalTier:
         except OSError as error:
             problem = f"{self._folder} cannot be written ({error})"
         if not self._all_are_well(f"room for local checkpoint {step}", problem):
+            self._require_owned()
             _remove(self._folder / str(step))
             return None
         belongs = {"run": self._run_id, "start": self._start_id, **_topology(), "meta": dict(meta)}
@@ -113,6 +121,7 @@ class LocalTier:
             self._whole = step
             self._keep(step)
         else:
+            self._require_owned()
             _remove(self._folder / str(step))
 
     def restore(self, wanted: Mapping[str, Leaves]) -> LocalSave | None:
@@ -159,7 +168,7 @@ class LocalTier:
 
     def _write(self, step: int, pieces: Pieces, described: Mapping[str, str], belongs: Mapping[str, Any]) -> Pieces:
         directory = self._folder / str(step)
-        local_files.write(directory, pieces, described, belongs)
+        local_files.write(directory, pieces, described, belongs, before_record=self._require_owned)
         return local_files.map_pieces(directory, described)
 
     def _look(self, described: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -217,7 +226,12 @@ class LocalTier:
                 return f"process {index} on {self._hosts[index][1]}: {problem}"
         return ""
 
+    def _require_owned(self) -> None:
+        """Raise UsageError if a newer start has the run; a shared disk that cannot be read now holds nothing up."""
+        fencing.require_owned_if_readable(self._run_directory)
+
     def _keep(self, step: int | None) -> None:
+        self._require_owned()
         for path in self._folder.iterdir():
             if path.name != str(step):
                 _remove(path)

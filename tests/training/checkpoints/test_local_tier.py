@@ -25,11 +25,17 @@ from openpi_train.interop.manifest import find_damage
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import StorageError, UsageError
+from openpi_train.training import fencing
 from openpi_train.training.checkpoints import checkpoint_store, copy_out, local_files, local_tier
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
 
 LOCALLY = {name: value for name, value in SAVED_WITH.items() if name != "norm_stats"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_claimed(monkeypatch):
+    monkeypatch.setattr(fencing, "_claimed", {})
 
 
 @pytest.fixture
@@ -489,6 +495,51 @@ def test_a_failed_copy_is_an_error_and_leaves_the_local_save(run, disk, monkeypa
         checkpoints.wait()
     monkeypatch.undo()
     assert restored_step(run, disk) == 1
+
+
+def test_an_older_start_neither_saves_nor_deletes_where_a_newer_one_has_the_run(run, disk, monkeypatch):
+    """The newer one takes the run over between two saves, then between the pieces of a save and its record."""
+    run.mkdir(parents=True)
+    fencing.claim(run)
+    older = opened(run, disk)
+    older.save_locally(make_state(1), **LOCALLY)
+    older._local.finish()
+    own, newer = fencing.claimed(run), "generation 2, process 1 on another\n"
+    (run / fencing.NAME).write_text(newer)
+    (folder(disk) / "3").mkdir()  # the newer start's
+    for deed in (lambda: older.save_locally(make_state(2), **LOCALLY), lambda: older._local.settle(None)):
+        with pytest.raises(UsageError, match=r"a newer start of the run owns .*generation 2"):
+            deed()
+        assert on_disk(disk) == ["1", "3"]
+    (run / fencing.NAME).write_text(own)
+    (folder(disk) / "3").rmdir()
+    write_piece = local_files._write_piece
+
+    def take_over_and_write(*arguments):
+        (run / fencing.NAME).write_text(newer)
+        return write_piece(*arguments)
+
+    monkeypatch.setattr(local_files, "_write_piece", take_over_and_write)
+    older.save_locally(make_state(2), **LOCALLY)
+    with pytest.raises(UsageError, match="a newer start"):
+        older._local.finish()
+    assert on_disk(disk) == ["1", "2"] and not (folder(disk) / "2" / "record.json").exists()
+
+
+def test_a_process_that_has_claimed_nothing_asks_by_the_claim_of_process_0(run, disk, monkeypatch):
+    run.mkdir(parents=True)
+    (run / fencing.NAME).write_text("generation 4\n")
+    broadcast = agree.broadcast
+
+    def told(name, value=None):
+        return [value[0], value[1], "generation 4\n"] if name == "the run's id" else broadcast(name, value)
+
+    monkeypatch.setattr(local_tier, "agree", types.SimpleNamespace(gather=agree.gather, broadcast=told))
+    other = opened(run, disk)
+    other.save_locally(make_state(1), **LOCALLY)
+    (run / fencing.NAME).write_text("generation 5\n")
+    with pytest.raises(UsageError, match="a newer start"):
+        other.save_locally(make_state(2), **LOCALLY)
 
 
 def others(gather):

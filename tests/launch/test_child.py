@@ -1,0 +1,40 @@
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from openpi_train.launch.child import Child
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Owner:
+    """Keeps its child, which keeps its owner's methods: only the garbage collector ends both."""
+
+    def __init__(self):
+        self.said, self.over = [], threading.Event()
+        command = [sys.executable, "-c", "print('well')"]
+        self.child = Child(command, {}, lambda line, is_error: self.said.append(line), self.end, with_input=True)
+
+    def end(self, code: int) -> None:
+        self.over.set()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells the open files of a process")
+def test_a_child_that_has_ended_holds_no_file():
+    """Many starts of many hosts come before the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        owner = Owner()
+        owner.child.watch()
+        assert owner.over.wait(60)
+        owner.child.close_input()
+        owner.child.close()
+        assert owner.said == [b"well\n"] and len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()

@@ -1,0 +1,152 @@
+"""Carried connections of jax's clients: bytes as they were said, ends that close together, files that vanish."""
+
+import contextlib
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from openpi_train.runtime import tunnel
+from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.tunnel import Tunnels, private_socket
+
+
+@pytest.fixture
+def tunnels():
+    """Those of process 0, with a service that listens at `path`."""
+    made = Tunnels()
+    with private_socket() as path, made.starting(path):
+        yield made
+        made.close()
+
+
+def ends(stack: contextlib.ExitStack) -> list[socket.socket]:
+    pair = socket.socketpair()
+    for one in pair:
+        one.settimeout(60)
+    stack.enter_context(pair[0])
+    return list(pair)
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All that is said there until the other end closes."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_megabytes_pass_unaltered_in_both_directions_at_once(tunnels):
+    said = [random.Random(seed).randbytes(3_000_000) for seed in range(2)]
+    with contextlib.ExitStack() as stack:
+        (client, near), (service, far) = ends(stack), ends(stack)
+        tunnels.carry(near, far, b"already read, ")
+        found: dict[str, bytearray] = {"client": bytearray(), "service": bytearray()}
+
+        def read(name: str, connection: socket.socket, count: int) -> None:
+            while len(found[name]) < count:
+                found[name] += connection.recv(1 << 16)
+
+        readers = [
+            threading.Thread(target=read, args=("client", client, 3_000_000)),
+            threading.Thread(target=read, args=("service", service, 3_000_014)),
+        ]
+        writers = [
+            threading.Thread(target=client.sendall, args=(said[0],)),
+            threading.Thread(target=service.sendall, args=(said[1],)),
+        ]
+        for thread in readers + writers:
+            thread.start()
+        for thread in readers + writers:
+            thread.join(60)
+    assert bytes(found["service"]) == b"already read, " + said[0] and bytes(found["client"]) == said[1]
+
+
+@pytest.mark.parametrize("first", ["client", "service"])
+def test_an_end_that_closes_closes_the_other_after_its_last_words(tunnels, first):
+    with contextlib.ExitStack() as stack:
+        (client, near), (service, far) = ends(stack), ends(stack)
+        tunnels.carry(near, far, b"")
+        leaves, stays = (client, service) if first == "client" else (service, client)
+        threading.Thread(target=lambda: (leaves.sendall(b"x" * 1_000_000), leaves.shutdown(socket.SHUT_WR))).start()
+        assert len(heard(stays)) == 1_000_000
+        assert heard(leaves) == b"", "nobody is left to say anything"
+
+
+def test_an_end_that_nobody_reads_stops_the_other_and_fills_no_memory(tunnels):
+    with contextlib.ExitStack() as stack:
+        (client, near), (_, far) = ends(stack), ends(stack)
+        tunnels.carry(near, far, b"")
+        client.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            client.sendall(b"x" * 20_000_000)
+
+
+def test_process_zero_hands_on_the_last_words_of_its_service_before_it_leaves():
+    tunnels = Tunnels()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tunnels.starting(stack.enter_context(private_socket())))
+        (client, near), (service, far) = ends(stack), ends(stack)
+        tunnels.carry(near, far, b"")
+        threading.Timer(0.2, lambda: (service.sendall(b"y" * 1_000_000), service.close())).start()
+        reader = threading.Thread(target=lambda: found.append(heard(client)))
+        found: list[bytes] = []
+        reader.start()
+        tunnels.close()
+        reader.join(60)
+        assert found == [b"y" * 1_000_000]
+
+
+def test_a_client_is_carried_to_the_connection_that_the_door_has_let_in():
+    with contextlib.ExitStack() as stack:
+        zero, here = ends(stack)
+        tunnels = Tunnels(lambda: (here, b"settings "))
+        path = stack.enter_context(private_socket())
+        with tunnels.starting(path), socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(60)
+            client.connect(str(path))
+            client.sendall(b"call")
+            assert zero.recv(4) == b"call" and client.recv(9) == b"settings "
+        with socket.socket(socket.AF_UNIX) as late, pytest.raises(OSError, match="refused"):
+            late.connect(str(path))
+        tunnels.close()
+
+
+def test_the_socket_is_in_a_folder_of_the_user_alone_that_vanishes():
+    with private_socket() as path:
+        folder = path.parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
+        with socket.socket(socket.AF_UNIX) as service:
+            service.bind(str(path))
+    assert not folder.exists()
+
+
+def test_a_folder_that_a_killed_process_left_is_removed_by_the_next_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(tunnel.tempfile, "gettempdir", lambda: str(tmp_path))
+    code = f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom openpi_train.runtime.tunnel import *\n"
+    code += "with private_socket() as path: path.touch(); os.kill(os.getpid(), 9)"
+    with private_socket() as first:
+        subprocess.run([sys.executable, "-c", code], check=False)
+        assert len(list(tmp_path.iterdir())) == 2
+        with private_socket() as second:
+            assert set(tmp_path.iterdir()) == {first.parent, second.parent}
+
+
+def test_a_folder_whose_path_is_too_long_is_replaced_and_none_at_all_named(tmp_path, monkeypatch):
+    (deep := tmp_path / ("d" * 100)).mkdir()
+    monkeypatch.setattr(tunnel.tempfile, "gettempdir", lambda: str(deep))
+    with private_socket() as path:
+        assert deep not in path.parents and len(str(path)) < 60
+    assert list(deep.iterdir()) == []
+    monkeypatch.setattr(tunnel.tempfile, "mkdtemp", no_space)
+    with (
+        pytest.raises(UsageError, match=r"can hold a Unix socket.*No space left on device.*set TMPDIR"),
+        private_socket(),
+    ):
+        pass
+
+
+def no_space(**_):
+    raise OSError(28, os.strerror(28))
