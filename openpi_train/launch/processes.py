@@ -7,6 +7,7 @@ shown last.
 
 import dataclasses
 import errno
+import io
 import os
 import random
 import re
@@ -32,6 +33,8 @@ _FOLLOWS_FROM_ANOTHER = (faults.PEER_LOST, 128 + signal.SIGABRT, 128 + signal.SI
 _SETTLE_S = 1.5
 _ERROR_LINES = 30
 _SHORT = 300
+# How long the status of an ended process is asked for where its disk fails; its end is not noticed before.
+_STATUS_S = 5.0
 _LINES_IN_SIGHT = 8
 # gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
 _HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
@@ -80,7 +83,7 @@ class ProcessRecord:
         self.lost = False
         self.status = NOTHING
         self._is_shared = False  # the line of stderr before was not shown: another process had written it
-        self._log = self.path.open("wb", buffering=0)
+        self._log = _opened(self.path)
         self._lock = threading.Lock()  # stdout and stderr are read by a thread each
 
     def take(self, line: bytes, is_error: bool) -> None:
@@ -111,8 +114,18 @@ class ProcessRecord:
 
     def close(self) -> None:
         """Stop recording lines."""
-        with self._lock:
+        with self._lock, suppress(OSError):
             self._log.close()
+
+
+def _opened(path: Path) -> io.FileIO:
+    """A new file for a process's output, or where that is not possible, with a warning, nowhere."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        tell(f"{path} cannot be written ({error}): that output is only shown")
+        return open(os.devnull, "wb", buffering=0)
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
@@ -200,7 +213,6 @@ def announced(num_processes: int, log_dir: Path | None, where: str = "") -> Path
 
 def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> LaunchOutcome:
     """Run all commands on this machine to the end, with `oversee`."""
-    log_dir.mkdir(parents=True, exist_ok=True)
     records = [ProcessRecord(command.rank, log_dir) for command in commands]
     children = (_child(command, record) for command, record in zip(commands, records, strict=True))
     return oversee(children, records, grace_s)
@@ -209,10 +221,11 @@ def run(commands: Sequence[ProcessCommand], log_dir: Path, grace_s: float) -> La
 def _child(command: ProcessCommand, record: ProcessRecord) -> Child:
     """Start the process; its record ends with its last status."""
     file = record.path.with_suffix(".status.json")
-    file.unlink(missing_ok=True)  # of an earlier run with the same --log-dir
+    with suppress(OSError):  # a disk that fails for a moment
+        file.unlink(missing_ok=True)  # of an earlier run with the same --log-dir
 
     def end(code: int) -> None:
-        record.status = read(file)
+        record.status = read(file, limit_s=_STATUS_S)
         record.end(code)
 
     return Child(command.argv, {**command.env, VARIABLE: str(file)}, record.take, end)

@@ -162,7 +162,6 @@ class Ssh(Launch):
 
 def _run(job: dict[str, Any], spec: LaunchSpec, lines: Mapping[str, Sequence[str]], log_dir: Path) -> LaunchOutcome:
     """Run one start to its end: each host's ssh command gets its processes of the job."""
-    log_dir.mkdir(parents=True, exist_ok=True)
     count, names = spec.processes_per_host, list(lines)
     records = [ProcessRecord(rank, log_dir, names[rank // count]) for rank in range(len(names) * count)]
     started = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import processes, status
+from openpi_train.launch import processes, spec, status
 from openpi_train.launch.status import Status
 
 pytestmark = pytest.mark.multiprocess
@@ -426,3 +426,41 @@ def test_a_host_whose_hardware_has_failed_is_lost_as_one_that_cannot_be_reached(
         record.end(code)
     outcome = processes.oversee([], records, grace_s=0.0)
     assert (outcome.code, outcome.lost_hosts) == (71, ("b",))
+
+
+def test_a_launcher_whose_own_files_cannot_be_written_runs_the_processes(tmp_path, capfd, monkeypatch):
+    failing = OSError(5, "Input/output error")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_, **__: raise_(failing))
+        patch.setattr(Path, "unlink", lambda *_, **__: raise_(failing))
+        command = spec.ProcessCommand(argv=(sys.executable, "-c", "print('trained')"), env={"RANK": "0"})
+        assert processes.run([command], tmp_path, grace_s=1.0).code == 0
+    said = capfd.readouterr()
+    assert (
+        "process_0.txt cannot be written ([Errno 5] Input/output error)" in said.err
+        and "trained" in said.out + said.err
+    )
+
+
+def raise_(error):
+    raise error
+
+
+def test_what_a_failing_disk_did_not_take_of_the_status_is_told_with_the_next_change(tmp_path, monkeypatch):
+    file = tmp_path / "status.json"
+    monkeypatch.setenv(status.VARIABLE, str(file))
+    with monkeypatch.context() as patch:
+        patch.setattr(status.os, "replace", lambda *_: raise_(OSError(5, "Input/output error")))
+        status.tell(opened=True)
+    status.tell(saved_step=10)
+    assert status.read(file) == Status(opened=True, saved_step=10)
+    reads, read_text = iter([5, 5]), Path.read_text
+
+    def read(path, **named):
+        if number := next(reads, 0):
+            raise OSError(number, "Input/output error")
+        return read_text(path, **named)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(status, "_PAUSE_S", 0.0)
+    assert status.read(file, limit_s=60.0) == Status(opened=True, saved_step=10)

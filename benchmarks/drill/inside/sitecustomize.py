@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 _FOLDER = pathlib.Path(os.environ.get("DRILL_FAULTS", ""))
-_RANK = os.environ.get("RANK", "")
+_RANK = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "")
 _TOKEN = os.environ.get("OPENPI_TRAIN_JOB_TOKEN", "")
 _POLL_S = 0.005
 _HANG_S = 3600.0
