@@ -94,7 +94,7 @@ class Job:
                     and any(one.startswith(b"SLURM_PROCID=") for one in variables)
                 )
                 is_daemon = words[0].startswith(f"slurmstepd: [{self.number}.0]".encode())
-                if (is_task and b"train" not in words[:0]) if kind == "tasks" else is_daemon:
+                if is_task if kind == "tasks" else is_daemon:
                     found.append(int(place.name))
         return sorted(found)
 
@@ -115,8 +115,16 @@ def kill_task(job: Job) -> None:
 
 
 def kill_step_daemon(job: Job) -> None:
-    """SIGKILL to the slurmstepd that watches the tasks."""
+    """SIGKILL to the slurmstepd that watches the tasks: they train on, and nobody can end them by Slurm's commands.
+
+    A requeue then starts the run beside them; they must end by themselves, since the newer start owns the run.
+    """
+    orphans = set(job.processes("tasks"))
     os.kill(job.processes("slurmstepd")[-1], signal.SIGKILL)
+    reached = job.step()
+    job.wait(lambda: job.step() > reached, "the run did not go on")
+    requeue(job)
+    job.wait(lambda: not orphans & set(job.processes("tasks")), "tasks of the older start live on")
 
 
 def ask_to_stop(job: Job) -> None:
@@ -171,7 +179,7 @@ def time_limit(job: Job) -> None:
 
 FAULTS: dict[str, Callable[[Job], None]] = {
     "task killed": kill_task,
-    "slurmstepd killed": kill_step_daemon,
+    "slurmstepd killed, then requeued": kill_step_daemon,
     "asked to stop (scancel --signal)": ask_to_stop,
     "requeued by scontrol": requeue,
     "controller away while a task dies": controller_away,
