@@ -168,7 +168,7 @@ class LocalTier:
 
     def _write(self, step: int, pieces: Pieces, described: Mapping[str, str], belongs: Mapping[str, Any]) -> Pieces:
         directory = self._folder / str(step)
-        local_files.write(directory, pieces, described, belongs, before_record=self._require_owned)
+        local_files.write(directory, pieces, described, belongs, self._require_owned)
         return local_files.map_pieces(directory, described)
 
     def _look(self, described: Mapping[str, str]) -> dict[str, dict[str, str]]:
