@@ -227,13 +227,16 @@ def sequence(count: int, names: Sequence[str], overlapping: float, rng: random.R
 
 def _drawn(count: int, names: Sequence[str], rng: random.Random) -> list[str]:
     """`count` names in random order, in proportion to their weights, but each once if there is room for all."""
-    least = 1 if count >= len(names) else 0
-    total, rest = sum(KINDS[name].weight for name in names), count - least * len(names)
-    exact = {name: KINDS[name].weight * rest / total for name in names}
-    numbers = {name: int(share) + least for name, share in exact.items()}
-    by_rest = sorted(names, key=lambda name: (numbers[name] - exact[name], rng.random()))
-    for name in by_rest[: count - sum(numbers.values())]:
+    total = sum(KINDS[name].weight for name in names)
+    rare = [name for name in names if KINDS[name].weight * count < total] if count >= len(names) else []
+    others = [name for name in names if name not in rare]
+    total, rest = sum(KINDS[name].weight for name in others), count - len(rare)
+    exact = {name: KINDS[name].weight * rest / total for name in others}
+    numbers = {name: int(share) for name, share in exact.items()}
+    by_rest = sorted(others, key=lambda name: (numbers[name] - exact[name], rng.random()))
+    for name in by_rest[: rest - sum(numbers.values())]:
         numbers[name] += 1
+    numbers |= dict.fromkeys(rare, 1)
     order = [name for name in names for _ in range(numbers[name])]
     rng.shuffle(order)
     return order
