@@ -46,7 +46,7 @@ IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -
 
 # These tests mostly wait, for hosts that are lost or programs that end: they run beside the others, in a process of
 # their own, and so does pyright, which has one thread. Both are heard at the end.
-WAITING := tests/hosts tests/launch tests/slurm tests/runs/test_lost_peers.py $(patsubst %,tests/runtime/test_%.py,agree selftest session)
+WAITING := tests/hosts tests/launch tests/slurm tests/runs/test_lost_peers.py tests/test_fault_drill.py $(patsubst %,tests/runtime/test_%.py,agree selftest session)
 SUITE := OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest
 
 # Debian's packages wait for the network, and are installed beside the environment.
