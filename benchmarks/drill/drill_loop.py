@@ -169,9 +169,11 @@ class Drill:
         assert scene.fired and kind.codes
         if notice.code not in kind.codes:
             expected = ", ".join(map(str, sorted(kind.codes)))
-            raise FaultFailed(f"the launcher's code is {notice.code} and not {expected} ({scene.window}): {notice.reason}")
+            wrong = f"the launcher's code is {notice.code} and not {expected}"
+            raise FaultFailed(f"{wrong} ({scene.window}): {notice.reason}")
         if kind.names_host and notice.code != PREEMPTED and scene.fired.host not in notice.reason:
-            raise FaultFailed(f"the launcher's line does not name {scene.fired.host} ({scene.window}): {notice.reason}")
+            wrong = f"the launcher's line does not name {scene.fired.host}"
+            raise FaultFailed(f"{wrong} ({scene.window}): {notice.reason}")
         return notice
 
     def _recovered(
