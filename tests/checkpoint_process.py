@@ -1,6 +1,6 @@
 """A process that saves or restores a small state, for the tests that need processes of their own (or to kill one).
 
-python checkpoint_process.py save|restore|restore-older|full|beside <directory> <process> <processes> <port>
+python checkpoint_process.py save|restore|restore-older|full|refused|beside <directory> <process> <processes> <port>
 python checkpoint_process.py die <directory> <moment>
 python checkpoint_process.py fill <directory>
 
@@ -128,6 +128,29 @@ def fill_the_disk(directory: str) -> None:
     os._exit(0)  # past the exceptions of Orbax's own threads
 
 
+def save_where_one_is_refused(checkpoints: Checkpoints, process: int) -> None:
+    """Save three steps: process 1 cannot write its part of the first, process 0 not that of the second."""
+    write = copy_out.ocp.PyTreeCheckpointHandler.save
+
+    def fail(*_, **__):
+        raise ValueError("UNKNOWN: Error writing local file: Input/output error [os_error_code='5']")
+
+    for step, victim in ((3, 1), (4, 0)):
+        copy_out.ocp.PyTreeCheckpointHandler.save = fail if process == victim else write
+        checkpoints.save(make_state(step), **SAVED_WITH)
+        try:
+            checkpoints.wait()
+            raise AssertionError(f"process {process} believes that {step} was saved")
+        except StorageError as error:
+            print(error)
+    copy_out.ocp.PyTreeCheckpointHandler.save = write
+    checkpoints.save(make_state(5), **SAVED_WITH)
+    checkpoints.wait()
+    assert checkpoints.steps() == [5]
+    restored = checkpoints.restore(abstract(make_state(0)))
+    assert restored is not None and same_bits(restored[0], make_state(5))
+
+
 def save_beside_steps(checkpoints: Checkpoints) -> None:
     """Save every few steps, which need all devices, go on at once, and look at what the last save holds."""
     compiling, meet = set(), multihost_utils.sync_global_devices
@@ -169,7 +192,7 @@ def tell_what_is_read() -> None:
     read = manifest._size_and_crc32
 
     def tell_and_read(path):
-        sys.stdout.write(f"read {path}\n")  # in one piece: several threads read
+        os.write(1, f"read {path}\n".encode())  # of several threads, each line whole
         return read(path)
 
     manifest._size_and_crc32 = tell_and_read
@@ -198,6 +221,8 @@ def main() -> None:
             checkpoints.save(make_state(3), **SAVED_WITH)
         except CheckpointError as error:
             print(error)
+    elif action == "refused":
+        save_where_one_is_refused(checkpoints, process)
     elif action == "save":
         checkpoints.save(make_state(3), **SAVED_WITH)
         checkpoints.wait()

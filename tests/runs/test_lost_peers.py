@@ -122,12 +122,13 @@ def test_a_stop_while_process_0_opens_the_data_ends_all_for_a_requeue(tmp_path, 
         assert "asked to stop (opening the data): there is nothing to save yet" in run.outputs[0].read_text()
 
 
-def test_a_save_that_fails_on_one_process_ends_all_for_a_restart(tmp_path):
-    faults = ("--data.fault", "save fails", "--data.process", "0", "--save-interval", "10")
+def test_three_saves_that_fail_on_one_process_end_all_for_a_restart(tmp_path):
+    faults = ("--data.fault", "save fails", "--data.process", "1", "--save-interval", "10")
     with Processes(tmp_path, 2, *faults) as run:
         assert run.codes(480) == [PEER_LOST, PEER_LOST], run.said()
-        assert re.search(r"E saving checkpoint 10 failed: ", run.outputs[0].read_text())
-        assert re.search(r"process 0 on .* ended with code 70 .*saving checkpoint 10 failed", run.log(1))
+        told = re.compile(r"^\S+ ([WE]) .*saving checkpoint (\d+) failed: process 1: OSError", re.MULTILINE)
+        found = told.findall(run.outputs[0].read_text())
+        assert found == [("W", "10"), ("W", "20"), ("E", "30")], run.said()
 
 
 @pytest.mark.parametrize(

@@ -761,7 +761,7 @@ def test_full_disk_is_an_error_on_every_process(tmp_path):
 
 @pytest.mark.multiprocess
 def test_a_save_that_one_of_two_processes_cannot_write_is_given_up_by_both_and_the_next_is_whole(tmp_path):
-    output = together("refused", tmp_path, 2, free_port())
+    output = "".join(together("refused", tmp_path, 2, free_port()))
     for step, victim in ((3, 1), (4, 0)):
         assert output.count(f"saving checkpoint {step} failed: process {victim}: ValueError: UNKNOWN: Error wri") == 2
     assert not list(tmp_path.glob("*.saving*"))
