@@ -428,18 +428,12 @@ def test_a_host_whose_hardware_has_failed_is_lost_as_one_that_cannot_be_reached(
     assert (outcome.code, outcome.lost_hosts) == (71, ("b",))
 
 
-def test_a_launcher_whose_own_files_cannot_be_written_runs_the_processes(tmp_path, capfd, monkeypatch):
-    failing = OSError(5, "Input/output error")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda *_, **__: raise_(failing))
-        patch.setattr(Path, "unlink", lambda *_, **__: raise_(failing))
-        command = spec.ProcessCommand(argv=(sys.executable, "-c", "print('trained')"), env={"RANK": "0"})
-        assert processes.run([command], tmp_path, grace_s=1.0).code == 0
+def test_a_launcher_whose_own_files_cannot_be_written_runs_the_processes(tmp_path, capfd):
+    (tmp_path / "logs").write_text("a file in the place of a folder")
+    command = spec.ProcessCommand(argv=(sys.executable, "-c", "print('trained')"), env={"RANK": "0"})
+    assert processes.run([command], tmp_path / "logs", grace_s=1.0).code == 0
     said = capfd.readouterr()
-    assert (
-        "process_0.txt cannot be written ([Errno 5] Input/output error)" in said.err
-        and "trained" in said.out + said.err
-    )
+    assert "process_0.txt cannot be written (" in said.err and "trained" in said.out + said.err
 
 
 def raise_(error):
