@@ -174,11 +174,13 @@ def _sum_and_check(stages: Stages, index: int, plan: Mapping[str, Any], checkpoi
                 file.truncate(size // plan["processes"] // _FILES)
     agree.barrier("all have written", _LIMIT_S)
     with stages.stage("save: checksums, manifest"):
-        agree.leave("sums", {place: sums(step / place) for place in places})
-        agree.barrier("all have summed up", _LIMIT_S)
-        if index == 0:
-            left = agree.left_by_all("sums").values()
-            write_manifest(step, {folder: inside for folders in left for folder, inside in folders.items()})
+        own = {place: sums(step / place) for place in places}
+        if index > 0:
+            agree.tell(f"sums/{index}", own)
+        else:
+            others = [agree.heard(f"sums/{other}", _LIMIT_S) for other in range(1, plan["processes"])]
+            agree.forget("sums")
+            write_manifest(step, {folder: inside for part in (own, *others) for folder, inside in part.items()})
         agree.barrier("the manifest is there", _LIMIT_S)
     with stages.stage("restart: check of all files"):
         assert checkpoints._newest_whole(above=-1) == 1

@@ -3,33 +3,35 @@
 jax's coordination service asks for nothing: whoever reaches it can end a process, and read and write all that the
 processes agree on. So it listens on a Unix socket in a folder that only the user can enter. jax's client in another
 process finds such a socket there, too, whose connections are carried over ones that process 0's door has let in
-(`door.py`). The folders are there only while jax starts: a client connects once, and gives up where that breaks.
+(`door.py`), by a small program beside each process (`tunnel_carrier.py`). The folders are there only while jax starts:
+a client connects once, and gives up where that breaks.
 """
 
-import asyncio
 import contextlib
 import fcntl
 import logging
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from openpi_train.runtime import tunnel_carrier
 from openpi_train.runtime.exits import PeerLostError, UsageError
 from openpi_train.runtime.waiting import Wait
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "openpi_train-jax-"
-_PART_BYTES = 1 << 16
 # Process 0 may begin to start jax later than the others, or be slower at it.
 _SERVICE_S = 60.0
-# For what jax's service has said last to leave process 0.
-_LAST_S = 5.0
+# For what jax's service has said last to leave this host, and for the carrier to begin.
+_LAST_S, _CARRIER_S = 5.0, 60.0
 
 
 @contextlib.contextmanager
@@ -98,21 +100,20 @@ def jax_address(path: Path) -> str:
 
 
 class Tunnels:
-    """The connections that this process carries, all in one thread."""
+    """The connections of this process that its carrier carries."""
 
     def __init__(self, reach: Callable[[], tuple[socket.socket, bytes]] | None = None):
         """`reach` makes a connection to process 0 that its door has let in, and gives what has come over it already;
         None on process 0 itself."""
         self._reach = reach
         self._path: Path | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._carried: set[asyncio.Task] = set()
+        self._control: socket.socket | None = None
+        self._carrier: subprocess.Popen | None = None
 
     @contextlib.contextmanager
     def starting(self, path: Path) -> Iterator[None]:
         """Inside of the block jax starts: its service listens at `path` on process 0, and its client calls there."""
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=(self._loop,), name="tunnels", daemon=True).start()
+        self._start_carrier()
         self._path = path
         if self._reach is None:
             yield
@@ -133,22 +134,40 @@ class Tunnels:
         self.carry(connection, service, received)
 
     def carry(self, one: socket.socket, other: socket.socket, received: bytes) -> None:
-        """Pass on what either end says to the other, until one of them closes; then close both.
+        """Have passed on what either end says to the other, until one of them closes; then both are closed.
 
-        `received` has already been read from `one`.
+        `received`, a few bytes, has already been read from `one`. This process keeps neither.
         """
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._begin, self._loop, one, other, received)
-        except RuntimeError:  # closed: the run has ended
-            one.close()
-            other.close()
+        with one, other:
+            other.sendall(received)
+            assert self._control is not None
+            with contextlib.suppress(OSError):  # the run ends
+                socket.send_fds(self._control, [b"c"], [one.fileno(), other.fileno()])
 
     def close(self) -> None:
-        """Carry no more. On process 0 the service, which has shut down, has ended all: its last words go out."""
-        assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(self._end(_LAST_S if self._reach is None else 0.0), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Carry nothing new. jax has shut down: once its last words have gone out, the carrier ends."""
+        assert self._control is not None and self._carrier is not None
+        self._control.close()
+        try:
+            self._carrier.wait(_LAST_S)
+        except subprocess.TimeoutExpired:
+            self._carrier.kill()
+            self._carrier.wait()
+
+    def _start_carrier(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-I", "-S", tunnel_carrier.__file__, str(theirs.fileno())]
+            # Without the variables by which a training process is known.
+            self._carrier = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={}, stdin=subprocess.DEVNULL)
+        self._control.settimeout(_CARRIER_S)
+        try:
+            began = self._control.recv(1) == tunnel_carrier.READY
+        except TimeoutError:
+            began = False
+        if not began:
+            raise PeerLostError("the program that carries jax's connections did not start")
+        self._control.settimeout(None)
 
     def _call_service(self) -> socket.socket:
         if self._path is None:
@@ -174,43 +193,3 @@ class Tunnels:
             except (PeerLostError, UsageError) as error:  # jax calls again
                 logger.warning("%s", error)
                 client.close()
-
-    def _begin(
-        self, loop: asyncio.AbstractEventLoop, one: socket.socket, other: socket.socket, received: bytes
-    ) -> None:
-        task = loop.create_task(_carry(one, other, received))
-        self._carried.add(task)
-        task.add_done_callback(self._carried.discard)
-
-    async def _end(self, limit_s: float) -> None:
-        if self._carried:
-            await asyncio.wait(self._carried, timeout=limit_s)
-        left = set(self._carried)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
-
-
-async def _carry(one: socket.socket, other: socket.socket, received: bytes) -> None:
-    with one, other:
-        (from_one, to_one), (from_other, to_other) = [await asyncio.open_connection(sock=end) for end in (one, other)]
-        to_other.write(received)
-        await asyncio.gather(_pass_on(from_one, to_other), _pass_on(from_other, to_one))
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while part := await reader.read(_PART_BYTES):
-            writer.write(part)
-            await writer.drain()
-    except OSError:
-        pass  # a connection that broke is closed, too
-    finally:
-        writer.close()  # once all is sent; then the other direction ends, too
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()

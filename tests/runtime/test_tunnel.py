@@ -1,6 +1,7 @@
 """Carried connections of jax's clients: bytes as they were said, ends that close together, files that vanish."""
 
 import contextlib
+import ctypes
 import os
 import random
 import socket
@@ -82,6 +83,35 @@ def test_an_end_that_nobody_reads_stops_the_other_and_fills_no_memory(tunnels):
         client.settimeout(0.2)
         with pytest.raises(TimeoutError):
             client.sendall(b"x" * 20_000_000)
+
+
+ROUND_TRIP = """
+import socket, sys, time
+one, other = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
+input()
+time.sleep(0.3)
+began = time.monotonic()
+one.sendall(b"x")
+other.recv(1)
+print(time.monotonic() - began)
+"""
+
+
+def test_a_call_that_keeps_pythons_lock_stops_nothing_that_is_carried(tunnels):
+    """jax's wait for a common step before a stop does, for what other processes say."""
+    with contextlib.ExitStack() as stack:
+        (client, near), (service, far) = ends(stack), ends(stack)
+        tunnels.carry(near, far, b"")
+        numbers = [client.fileno(), service.fileno()]
+        command = [sys.executable, "-c", ROUND_TRIP, *map(str, numbers)]
+        with subprocess.Popen(
+            command, pass_fds=numbers, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            assert other.stdin and other.stdout
+            other.stdin.write("\n")
+            other.stdin.flush()
+            ctypes.PyDLL(None).usleep(2_500_000)  # keeps the lock
+            assert float(other.stdout.read()) < 1.5
 
 
 def test_process_zero_hands_on_the_last_words_of_its_service_before_it_leaves():
