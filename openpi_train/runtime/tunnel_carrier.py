@@ -3,7 +3,7 @@
     python -I -S tunnel_carrier.py DESCRIPTOR
 
 It gets pairs of connected sockets over the Unix socket of this number, and ends when that is closed and every pair has
-ended. Some calls of jax keep the lock of Python while they wait for an answer, which a thread of theirs could not bring.
+ended. Some calls of jax keep Python's lock while they wait for an answer, which a thread of theirs could not bring.
 """
 
 import asyncio
