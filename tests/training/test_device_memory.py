@@ -8,7 +8,7 @@ import pytest
 from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.run import Run
-from openpi_train.training.slow_hosts import SlowHosts
+from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
 
 
 def device(peak, now, limit=80):
@@ -43,7 +43,7 @@ def test_a_platform_that_does_not_report_it_has_no_such_metrics(devices):
 def test_every_line_of_metrics_has_the_memory(devices):
     devices(device(2, 1))
     run, lines = object.__new__(Run), []
-    run.slow_hosts = SlowHosts()
+    run.slow_hosts, run.slow_devices, run.device_speed = SlowHosts(), SlowDevices(), None
     run.feed = types.SimpleNamespace(proportions=dict, metrics=dict, tune=lambda **_: None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: lines.append((step, values)))
     run.progress = ProgressReport(10)

@@ -27,7 +27,7 @@ from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.run import Run
-from openpi_train.training.slow_hosts import SlowHosts
+from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
 
 STEPS, INTERVAL, ROWS = 8, 4, 8
 
@@ -107,6 +107,8 @@ def run(parts, tmp_path):
         crash_loop=CrashLoop(),
         goodput=None,
         slow_hosts=SlowHosts(),
+        slow_devices=SlowDevices(),
+        device_speed=None,
         catch_up=nothing,
         stop_requested=nothing,
         evaluate=lambda step, state: True,
