@@ -61,7 +61,7 @@ def run_of(directory, caplog, *, save_interval, interval, steps=8, save_best=Fal
     )
     run.directory, run.history, run.checkpoints = directory, [], Checkpoints(directory)
     run.data = types.SimpleNamespace(norm_stats_json=dict, token_files={}, tokenizer=None, text_length=None)
-    run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None)
+    run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None, unwritten=list)
     run.feed = types.SimpleNamespace(position=dict, can_be_saved=True)
     run.recorder = types.SimpleNamespace(unread=dict)
     run.crash_loop, run.failed_saves = CrashLoop(), 0
