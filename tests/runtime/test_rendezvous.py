@@ -180,17 +180,14 @@ def test_garbage_on_the_port_is_survived(free_port, caplog):
 
 
 def test_a_process_of_another_job_is_turned_away_and_the_run_starts(free_port):
-    worlds = [world_of(free_port, 0, 2, token="ours"), world_of(free_port, 1, 2, token="theirs")]
-    results: list = []
-    thread = threading.Thread(target=lambda: results.extend(meet_all(*worlds)))
-    thread.start()
-    while not results and thread.is_alive():
-        time.sleep(0.2)
-        if meet_all(world_of(free_port, 1, 2, token="ours")) == [None]:
-            break
-    thread.join()
-    assert results[0] is None
-    assert "is another job" in str(results[1])
+    first: list = []
+    zero = threading.Thread(target=lambda: first.extend(meet_all(world_of(free_port, 0, 2, token="ours"))))
+    zero.start()
+    (error,) = meet_all(world_of(free_port, 1, 2, token="theirs"))
+    assert "is another job" in str(error)
+    assert meet_all(world_of(free_port, 1, 2, token="ours")) == [None]
+    zero.join()
+    assert first == [None]
 
 
 def test_a_stray_process_is_turned_away_after_the_start(free_port):
