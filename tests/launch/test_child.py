@@ -5,7 +5,10 @@ import pytest
 
 from openpi_train.launch.child import Child
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),  # other tests import jax
+]
 
 
 class Owner:

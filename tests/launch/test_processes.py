@@ -428,6 +428,7 @@ def test_a_host_whose_hardware_has_failed_is_lost_as_one_that_cannot_be_reached(
     assert (outcome.code, outcome.lost_hosts) == (71, ("b",))
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # other tests import jax
 def test_a_launcher_whose_own_files_cannot_be_written_runs_the_processes(tmp_path, capfd):
     (tmp_path / "logs").write_text("a file in the place of a folder")
     command = spec.ProcessCommand(argv=(sys.executable, "-c", "print('trained')"), env={"RANK": "0"})
