@@ -88,6 +88,7 @@ def test_an_end_that_nobody_reads_stops_the_other_and_fills_no_memory(tunnels):
 ROUND_TRIP = """
 import socket, sys, time
 one, other = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
+other.settimeout(60)
 input()
 time.sleep(0.3)
 began = time.monotonic()
