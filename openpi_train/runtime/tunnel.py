@@ -28,6 +28,8 @@ from openpi_train.runtime.waiting import Wait
 logger = logging.getLogger(__name__)
 
 _PREFIX = "openpi_train-jax-"
+# What Python may need to start, and none of the variables by which a training process is known.
+_FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 # Process 0 may begin to start jax later than the others, or be slower at it.
 _SERVICE_S = 60.0
 # For what jax's service has said last to leave this host, and for the carrier to begin.
@@ -157,9 +159,9 @@ class Tunnels:
     def _start_carrier(self) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-I", "-S", tunnel_carrier.__file__, str(theirs.fileno())]
-            # Without the variables by which a training process is known.
-            self._carrier = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={}, stdin=subprocess.DEVNULL)
+            command = [sys.executable, "-P", "-S", tunnel_carrier.__file__, str(theirs.fileno())]
+            environ = {name: value for name, value in os.environ.items() if name in _FOR_PYTHON}
+            self._carrier = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL)
         self._control.settimeout(_CARRIER_S)
         try:
             began = self._control.recv(1) == tunnel_carrier.READY

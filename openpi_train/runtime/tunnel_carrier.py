@@ -1,6 +1,6 @@
 """Passes on what the two ends of connections say to each other, as a program of its own. Read next: `tunnel.py`.
 
-    python -I -S tunnel_carrier.py DESCRIPTOR
+    python -P -S tunnel_carrier.py DESCRIPTOR
 
 It gets pairs of connected sockets over the Unix socket of this number, and ends when that is closed and every pair has
 ended. Some calls of jax keep Python's lock while they wait for an answer, which a thread of theirs could not bring.

@@ -115,6 +115,19 @@ def test_a_call_that_keeps_pythons_lock_stops_nothing_that_is_carried(tunnels):
             assert float(other.stdout.read()) < 1.5
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="Linux tells a process's variables")
+def test_the_carrier_finds_pythons_libraries_and_is_no_training_process(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere/lib")
+    monkeypatch.setenv("RANK", "1")
+    tunnels = Tunnels()
+    with private_socket() as path, tunnels.starting(path):
+        assert tunnels._carrier is not None
+        with open(f"/proc/{tunnels._carrier.pid}/environ", "rb") as file:
+            names = {word.partition(b"=")[0] for word in file.read().split(b"\0")}
+        tunnels.close()
+    assert b"LD_LIBRARY_PATH" in names and b"RANK" not in names
+
+
 def test_process_zero_hands_on_the_last_words_of_its_service_before_it_leaves():
     tunnels = Tunnels()
     with contextlib.ExitStack() as stack:
