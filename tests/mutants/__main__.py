@@ -117,6 +117,8 @@ def of_test(outcomes: dict[str, str], test: str) -> list[str]:
 
 def attempt(copy: Copy, mutation: Mutation | SmallMistake) -> Result:
     """Make the mistake, run its tests, take it back. All tests of one of the list must fail, of a small one any."""
+    if not mutation.tests:
+        return Result(mutation, SURVIVED, 0.0, "no quick test mirrors the file or imports it")
     source = (ROOT / mutation.file).read_text(encoding="utf-8")
     started = time.monotonic()
     copy.write(mutation.file, mutation.applied(source))
@@ -167,16 +169,15 @@ class Copies:
             copy.close()
 
 
-def check_without_mistakes(copies: Copies, mutations: Sequence[Mutation | SmallMistake]) -> list[str]:
+def check_without_mistakes(copies: Copies, mutations: Sequence[Mutation]) -> list[str]:
     """What is wrong with the named tests as they stand: one line each."""
-    options = () if all(isinstance(mutation, Mutation) for mutation in mutations) else SMALL_OPTIONS
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     by_file = {test.partition("::")[0]: [] for test in tests}
     for test in tests:
         by_file[test.partition("::")[0]].append(test)
 
     def problems(copy: Copy, tests: list[str]) -> list[str]:
-        outcomes, printed = copy.run(tests, TIMEOUT_S, options)
+        outcomes, printed = copy.run(tests, TIMEOUT_S)
         if not outcomes:
             return [f"{tests[0]} and others could not be run without a mistake: {printed or 'time ran out'}"]
         found = {test: set(of_test(outcomes, test)) for test in tests}
@@ -187,6 +188,18 @@ def check_without_mistakes(copies: Copies, mutations: Sequence[Mutation | SmallM
         ]
 
     return [problem for found in copies.map(problems, by_file.values()) for problem in found]
+
+
+def with_quick_tests(copies: Copies, mistakes: Sequence[SmallMistake]) -> list[SmallMistake]:
+    """The mistakes, each with those of its test files that have a quick test and pass without a mistake."""
+
+    def passes(copy: Copy, file: str) -> tuple[str, bool]:
+        outcomes, _ = copy.run([file], SMALL_TIMEOUT_S, SMALL_OPTIONS)
+        return file, bool(outcomes) and set(outcomes.values()) <= {"passed", "skipped"}
+
+    files = {file for mistake in mistakes for file in mistake.tests}
+    good = {file for file, does in copies.map(passes, sorted(files)) if does}
+    return [dataclasses.replace(one, tests=tuple(file for file in one.tests if file in good)) for one in mistakes]
 
 
 def try_all(copies: Copies, mutations: Sequence[Mutation | SmallMistake]) -> list[Result]:
@@ -220,7 +233,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants_") as scratch:
         copies = Copies(Path(scratch), given.processes)
         try:
-            if not given.no_baseline and (wrong := check_without_mistakes(copies, chosen)):
+            if given.since:
+                chosen = with_quick_tests(copies, chosen)
+            elif not given.no_baseline and (wrong := check_without_mistakes(copies, chosen)):
                 print("tests that could not notice a mistake:", *wrong, sep="\n", file=sys.stderr)
                 return 1
             results = try_all(copies, chosen)
