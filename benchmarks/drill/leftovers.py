@@ -22,6 +22,8 @@ _DRAFT = re.compile(r"(\d+)\.(saving|deleting|damaged|interrupted|passed-over).*
 _LISTENER = re.compile(r'\S+:(\d+)\s.*?\("([^"]+)",pid=(\d+)')
 # Of a host's /tmp: the launcher's status files, and the run's own local saves.
 _TEMPORARY = re.compile(r"openpi_train_\w+")
+# Of a start that lost its power there: the next one on that host removes it.
+_OF_JAX_START = re.compile(r"openpi_train-jax-\w+")
 # What a start may hold more than the first, at least for a moment of so many: Orbax has event loops and files of
 # its own for each save, which go with the next collection of garbage.
 _MORE, _SAMPLES, _PAUSE_S = Footprint(files=40, threads=16, memory_bytes=150 << 20), 8, 0.2
@@ -61,6 +63,7 @@ class Baseline:
             names = _names(host, "tmp")
             temporary = [name for name in names if _TEMPORARY.fullmatch(name)]
             others = names - set(temporary) - self._temporary[host.name] - {"local_checkpoints"}
+            others -= set() if own else set(filter(_OF_JAX_START.fullmatch, names))
             if len(temporary) > bool(own) or others:
                 found.append(f"temporary files are left on {host.name}: {', '.join([*temporary, *sorted(others)])}")
         return found + _drafts(run)
