@@ -36,6 +36,8 @@ _SHORT = 300
 # How long the status of an ended process is asked for where its disk fails; its end is not noticed before.
 _STATUS_S = 5.0
 _LINES_IN_SIGHT = 8
+# A file of output that has become longer is kept as `process_<k>.txt.1`, in place of the one before.
+_MOST_BYTES = 64 << 20
 # gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
 _HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
@@ -92,6 +94,10 @@ class ProcessRecord:
             # Closed: a process that outlived its parent still writes. A full disk must not stop the processes.
             with suppress(ValueError, OSError):
                 self._log.write(line)
+                if self._log.tell() > _MOST_BYTES:
+                    self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+                    self._log.close()
+                    self._log = _opened(self.path)
             if is_error:
                 self.errors.append(line)
                 del self.errors[:-_ERROR_LINES]

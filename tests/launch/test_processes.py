@@ -321,6 +321,16 @@ def test_a_terminal_that_is_gone_stops_nobody(tmp_path, gone):
         assert (tmp_path / f"process_{rank}.txt").read_text().split() == [str(number) for number in range(20000)]
 
 
+def test_a_long_file_of_output_goes_on_in_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_MOST_BYTES", 25)
+    record = processes.ProcessRecord(3, tmp_path)
+    for number in range(7):
+        record.take(b"line number %d\n" % number, is_error=False)
+    record.close()
+    assert (tmp_path / "process_3.txt").read_text() == "line number 6\n"
+    assert (tmp_path / "process_3.txt.1").read_text() == "line number 4\nline number 5\n"
+
+
 def test_what_processes_started_is_cleared_away(tmp_path):
     code, _, _ = run(
         """
