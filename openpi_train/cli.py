@@ -251,7 +251,7 @@ def compile_step(argv: Sequence[str]) -> int:
     request, rest = parse_known(CompileRequest, argv, "compile")
     from openpi_train.planning.gpu import plugin
     from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS
-    from openpi_train.planning.kinds import find_kind
+    from openpi_train.runtime.device_kinds import find_kind
 
     logs.configure(0)
     find_kind(request.device_kind, KINDS_OF_TARGETS)  # a wrong one is told before the plugin is asked for

@@ -1,4 +1,4 @@
-"""Memory in bytes and peak FLOP/s of the local devices. Read next: `kinds.py`, `memory.py`."""
+"""Memory in bytes and peak FLOP/s of the local devices. Read next: `device_kinds.py`."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from openpi_train.planning.kinds import kind_of, product_rate
+from openpi_train.runtime.device_kinds import kind_of, product_rate
 
 # Share of a GPU's memory that jax may use (`runtime/xla.py` sets it).
 CLIENT_SHARE = 0.9

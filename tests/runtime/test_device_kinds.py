@@ -2,8 +2,8 @@
 
 import pytest
 
-from openpi_train.planning.device_limits import peak_flops
-from openpi_train.planning.kinds import KINDS, UNKNOWN, find_kind, kind_of
+from openpi_train.runtime.device_kinds import KINDS, UNKNOWN, find_kind, kind_of
+from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.exits import UsageError
 
 

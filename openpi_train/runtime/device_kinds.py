@@ -1,6 +1,6 @@
 """Kinds of devices: memory, peak FLOP/s and links, for local devices and for plans.
 
-Read next: `links.py` (traffic over the links), `device_limits.py` (what the local devices report).
+Read next: `device_limits.py` (what the local devices report), `planning/links.py` (traffic over the links).
 """
 
 import dataclasses
@@ -9,6 +9,10 @@ import re
 from collections.abc import Sequence
 
 from openpi_train.runtime.exits import UsageError
+
+GIB = 2**30
+# Rate at which a device reads host memory while writing at the same rate, GB/s: PCIe 4.0 x16, 31.5 nominal.
+HOST_LINK_GB_S = 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
