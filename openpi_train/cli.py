@@ -143,10 +143,10 @@ def convert(argv: Sequence[str]) -> int:
 def convert_deepspeed(argv: Sequence[str]) -> int:
     """`convert deepspeed <file>`: translate a DeepSpeed config to flags, key by key."""
     from openpi_train.command_line import parse
-    from openpi_train.tools.requests import DeepSpeedRequest
+    from openpi_train.doors.door_requests import DeepSpeedRequest
 
     request = parse(DeepSpeedRequest, argv, "convert deepspeed")
-    from openpi_train.interop.deepspeed.flags import translate_file
+    from openpi_train.doors.deepspeed.flags import translate_file
 
     print(translate_file(request.file, request.devices).report())
     return 0
