@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from openpi_train.planning.costs import RematCost
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import Memory
 from openpi_train.planning.practice_cost import PracticeCost
@@ -20,10 +21,11 @@ _EQUAL, _UNIT = 0.005, 0.01
 USABLE = 0.9
 # Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
 LINK_SHARE, MEMORY_SHARE = 0.8, 0.9
-# Share of the shorter of products and what is sent beside them that overlaps: in loops; in unrolled layers, which begin
-# to be sent earlier; and in those whose copies stay, where XLA's scheduler lets sums of gradients wait for each other.
-# It fits compiled steps of full pi0 (docs/planning.md). Over a network, which may be slow, none is counted on.
-HIDDEN, HIDDEN_UNROLLED, HIDDEN_KEPT = 0.75, 0.85, 0.65
+# Share of the shorter of products and what is sent beside them that overlaps. Over a network, which may be slow, none
+# is counted on.
+HIDDEN = 0.75
+# How far an estimate of memory may be off, as a share of what the compiler says (`estimate.py`).
+OFF = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,13 +60,8 @@ class Machine:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, `flows`, the traffic, and
-    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`), of which they hide
-    the share `hidden`.
+    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
 
-    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet,
-    `unread` how many less when these have no copies: they are not read yet, or not any more; `unbegun` how many less
-    when gradients of that many unrolled layers, of two, are begun; `slices` how many more
-    where nothing is recomputed: copies that layers read and keep, of all but these. Else they are copied again.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -76,46 +73,8 @@ class LayoutCost:
     flows: Callable[[int, float], Sequence[Flow]]
     beside: Callable[[int], Sequence[Flow]] = lambda num_micros: ()
     beside_bytes: Callable[[int], float] = lambda num_micros: 0.0
-    hidden: float = HIDDEN
-    later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
-    unread: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
-    unbegun: Callable[[int, int], int] = lambda num_micros, layers: 0
-    slices: Callable[[frozenset[str]], int] = lambda paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationMoment:
-    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, those
-    that are not read then (not yet, or not any more, as a reference's in the backward pass), and of how many unrolled
-    layers gradients are begun: 2 are the most that matter."""
-
-    bytes_per_row: float
-    later: frozenset[str] = frozenset()
-    unread: frozenset[str] = frozenset()
-    begun_layers: int = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RematCost:
-    """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
-    at once on a device, bytes summed in tensor groups, and bytes of the row itself.
-
-    None: the model has no policies. `activation_bytes_per_row` are the most at once, `moments` the times at which
-    memory can be fullest; none: when all gradients are there. `rewritten_bytes_per_row` are written again by the
-    backward pass (`flops.py`). `product_rate` is that of products in the model's type, as a share of bfloat16's.
-    """
-
-    remat: str | None
-    flops_per_row: float
-    model_flops_per_row: float
-    activation_bytes_per_row: float
-    moments: Sequence[ActivationMoment] = ()
-    summed_bytes_per_row: float = 0.0
-    rewritten_bytes_per_row: float = 0.0
-    batch_bytes_per_row: float = 0.0
-    product_rate: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,9 +127,7 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Step time in which products hide what is sent beside them within hosts; used to compare candidates."""
-        hidden_s = self.layout.hidden * min(
-            self._sending_s([one for one in self.beside if not one.between]), self.compute_s
-        )
+        hidden_s = HIDDEN * min(self._sending_s([one for one in self.beside if not one.between]), self.compute_s)
         return self.compute_s + self.moving_s + self.sending_s - hidden_s + self.memory.host_link_s
 
     @property
@@ -230,65 +187,38 @@ def forecast(
     If none fits, that which needs least: summing micro-batches takes memory, too.
     """
     rows = batch_size * layout.tensor_devices // machine.num_devices
-    moments = policy.moments or [ActivationMoment(bytes_per_row=policy.activation_bytes_per_row)]
 
-    def of_step(num_micros: int) -> Memory:
+    def without_activations(num_micros: int) -> Memory:
         memory = layout.memory(num_micros)
         if memory.experience:  # that is the batch
             return memory
         return dataclasses.replace(memory, batch=int(policy.batch_bytes_per_row * rows))
 
-    def fewer_copies(num_micros: int, moment: ActivationMoment) -> int:
-        kept = layout.slices(moment.unread) if policy.remat == "none" else 0
-        return layout.unread(num_micros, moment.unread) - kept
-
-    def less(num_micros: int, moment: ActivationMoment) -> int:
-        fewer = fewer_copies(num_micros, moment) + layout.unbegun(num_micros, moment.begun_layers)
-        return layout.later(num_micros, moment.later) + fewer
+    def memory(num_micros: int) -> Memory:
+        activations = int(policy.activation_bytes_per_row * (rows // num_micros))
+        return dataclasses.replace(without_activations(num_micros), activations=activations)
 
     def most_rows(num_micros: int) -> int:
-        memory = of_step(num_micros)
-        free = machine.usable_bytes - memory.state - memory.grads
-        if free < memory.fetched:
+        memory = without_activations(num_micros)
+        if memory.state + memory.step > machine.usable_bytes:
             return 0
-        free -= memory.working
-        fitting = ((free + less(num_micros, one)) / one.bytes_per_row for one in moments)
-        return max(math.floor(min(fitting)), 0)
-
-    def memory(num_micros: int) -> Memory:
-        return max((at(num_micros, one) for one in moments), key=lambda memory: memory.step)
-
-    def at(num_micros: int, moment: ActivationMoment) -> Memory:
-        memory, later = of_step(num_micros), layout.later(num_micros, moment.later)
-        memory = dataclasses.replace(
-            memory,
-            activations=int(moment.bytes_per_row * (rows // num_micros)),
-            compute_copy=memory.compute_copy - fewer_copies(num_micros, moment),
-            layer=memory.layer - layout.unbegun(num_micros, moment.begun_layers),
-        )
-        if memory.micro_grads:
-            return dataclasses.replace(memory, micro_grads=memory.micro_grads - later)
-        return dataclasses.replace(memory, grads=memory.grads - later)
+        return int((machine.usable_bytes - memory.state - memory.beside) // policy.activation_bytes_per_row)
 
     fitting = (n for n in accumulations if rows // n <= most_rows(n))
     grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)
-    at_a_time = rows // grad_accum
-    # What layers read again in the backward pass is copied again; what is unread at every moment is never read there.
-    unread = frozenset.intersection(*(one.unread for one in moments))
-    copied_again = 0 if policy.remat == "none" else grad_accum * layout.slices(unread)
+    moved = layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum)
     return Forecast(
         layout=layout,
         policy=policy,
         machine=machine,
         batch_size=batch_size,
         grad_accum=grad_accum,
-        rows=at_a_time,
+        rows=rows // grad_accum,
         most_rows=most_rows(grad_accum),
         memory=memory(grad_accum),
         flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
         beside=layout.beside(grad_accum),
-        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum) + copied_again)
-        + policy.rewritten_bytes_per_row * rows,
+        moved_bytes=2 * moved + policy.rewritten_bytes_per_row * rows,
     )
 
 
@@ -334,3 +264,14 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
 def least_memory(forecasts: Sequence[Forecast]) -> Forecast:
     """The forecast that needs the least memory."""
     return min(forecasts, key=lambda one: one.memory.total)
+
+
+def instead(forecasts: Sequence[Forecast], failed: Forecast, needed_bytes: int) -> Forecast | None:
+    """What to take in place of `failed`, whose program needs `needed_bytes` on a device: the shortest step of those
+    that then fit, if estimates of the others are off by as much; else what needs least. None if nothing needs less."""
+    less = [one for one in forecasts if one.memory.total < failed.memory.total]
+    factor = needed_bytes / failed.memory.total
+    fitting = [one for one in less if factor * one.memory.total <= failed.machine.usable_bytes]
+    if fitting:
+        return min(fitting, key=lambda one: one.step_s)
+    return least_memory(less) if less else None

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
-from openpi_train.planning.jaxprs import bodies, turns
-from openpi_train.planning.live_bytes import SizeOf
+from openpi_train.planning.jaxprs import SizeOf, bodies, turns
 from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.sharding.strategy import Plan
 

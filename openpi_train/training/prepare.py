@@ -4,10 +4,9 @@ Read next: `settle.py`, which calls it before and after it opens the data.
 """
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,18 +15,10 @@ import optax
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
 from openpi_train.nn.attention_check import flash_problem
-from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.optim import LossScaling
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
-from openpi_train.planning.costs import (
-    ROWS,
-    ActivationBytes,
-    TracedGradient,
-    cost,
-    gpu_activation_bytes,
-    live_activation_bytes,
-)
-from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast, least_memory, recommend
+from openpi_train.planning.costs import ROWS, RematCost, cost
+from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast, least_memory, recommend
 from openpi_train.planning.memory import Memory, require, require_host
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime import agree
@@ -249,18 +240,9 @@ def forecasts(
     experiment = settled(experiment, machine)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
-    of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
-    activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
-    trace = functools.partial(policy_costs, experiment, layout, batch_spec, activation_bytes)
-    gather = any(cost.fsdp_devices > 1 for cost in costs)
-    policies = {gather: trace(gathers=gather)}
-    if gather and not all(cost.fsdp_devices > 1 for cost in costs):
-        others = [one for one in policies[True] if one.remat != "none"]
-        policies[False] = [*trace(gathers=False, names=("none",)), *others]
+    policies = policy_costs(experiment, layout, batch_spec)
     return [
-        forecast(machine, cost, policy, experiment.batch_size, accumulations)
-        for cost in costs
-        for policy in policies[cost.fsdp_devices > 1]
+        forecast(machine, cost, policy, experiment.batch_size, accumulations) for cost in costs for policy in policies
     ]
 
 
@@ -286,53 +268,27 @@ def traced_practice(
     return practice_cost(one, trainer, {**state.shapes.frozen, **state.shapes.params}, batch)
 
 
-def policy_costs(
-    experiment: Experiment,
-    state: StateLayout,
-    batch_spec: BatchSpec | None = None,
-    activation_bytes: ActivationBytes = live_activation_bytes,
-    *,
-    gathers: bool = False,
-    names: Container[str | None] | None = None,
-) -> list[RematCost]:
-    """The cost of a row under each allowed rematerialisation policy, or of those of these `names`, least recomputation
-    first.
-
-    `gathers`: on devices that gather layers, which store less with `none` if they are unrolled.
-    """
+def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[RematCost]:
+    """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
     return [
-        cost(name, traced_gradient(one, state, batch_spec, gathers=gathers), activation_bytes)
+        cost(name, traced_gradient(one, state, batch_spec), one.model.compute_dtype)
         for name, one in experiment.remat_choices().items()
-        if names is None or name in names
     ]
 
 
-def traced_gradient(
-    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None, *, gathers: bool = False
-) -> TracedGradient:
-    """Loss and gradient of one micro-batch, for `state` or for that of another policy, as one device computes them.
-
-    Or one tensor group. `gathers`: layers store what gathered ones store.
-    """
+def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> Any:
+    """Loss and gradient of one micro-batch of `ROWS` rows, for `state` or for that of another policy, as one device or
+    one tensor group computes them: a jaxpr. Unrolled layers store what gathered ones do, in which XLA keeps no more
+    than that of others either."""
     whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
     one = dataclasses.replace(experiment, grad_accum=1)
     batch = batch_spec(ROWS) if batch_spec else experiment.batch_spec(ROWS)
-    trainer = dataclasses.replace(make_trainer(one, state.of(experiment.model), whole), as_gathered=gathers)
+    trainer = dataclasses.replace(make_trainer(one, state.of(experiment.model), whole), as_gathered=True)
 
     def gradient(state: TrainState, batch: Any) -> Any:
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
-    traced = jax.make_jaxpr(gradient)(state.shapes, batch)
-    numbered = jax.tree.unflatten(jax.tree.structure(state.shapes), range(len(jax.tree.leaves(state.shapes))))
-    shapes = {**state.shapes.frozen, **state.shapes.params}
-    apart = gatherings(merge_module(state.graphdef, shapes))
-    return TracedGradient(
-        experiment=one,
-        jaxpr=traced.jaxpr,
-        trained=sorted(state.shapes.params),
-        fixed={number: path for path, number in numbered.frozen.items()},
-        at_once={n: path for path, n in numbered.params.items() if path not in apart and shapes[path].ndim > 1},
-    )
+    return jax.make_jaxpr(gradient)(state.shapes, batch).jaxpr
 
 
 def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:

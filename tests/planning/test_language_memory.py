@@ -74,7 +74,7 @@ def test_tables_that_are_cut_are_neither_copied_nor_is_their_gradient_whole(stra
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     shapes = layout.shapes.params
     cut = Plan(mesh=planned_mesh(1 if strategy == "replicated" else 8, 8), strategy=strategy)
-    memory = predict(layout.under(cut), cut, 0, 0, dtype="float32")
+    memory = predict(layout.under(cut), cut, dtype="float32")
     table = 4 * shapes["token_embedding"].size
     layers = sum(4 * leaf.size for leaf in shapes.values()) - table
     gradient, copies = shares
