@@ -20,7 +20,8 @@ from benchmarks import gpu_openpi
 from benchmarks.report import ROOT, Cell, Table
 from openpi_train.nn.remat import Remat
 from openpi_train.planning.gpu import plugin
-from openpi_train.planning.memory import GIB, Memory
+from openpi_train.planning.memory import Memory
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.types import OPENPI_SLOTS
 
 COLUMNS = ("experiment", "flags", "devices", "compile s", "GiB by the GPU's compiler", "GiB forecast")

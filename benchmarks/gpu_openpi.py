@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
-from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.gpu import step_account
 from openpi_train.planning.gpu.targets import target_of
+from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.tools.plan import find_machine
 
 # What the step needs, as in openpi's uv.lock at 15a9616.

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     plugin.set_environment(os.environ, request.devices, request.hosts)  # before jax is imported
     from benchmarks.reference import reference_of
     from openpi_train.cli import parse_experiment
-    from openpi_train.planning.device_limits import CLIENT_SHARE
+    from openpi_train.runtime.device_limits import CLIENT_SHARE
     from openpi_train.tools.gpu_programs import Training
     from openpi_train.tools.gpu_step import compiled_program
     from openpi_train.tools.plan import find_machine

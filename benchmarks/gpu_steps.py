@@ -26,11 +26,11 @@ from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import Trial, timed_steps
 from openpi_train.cli import parse_experiment
-from openpi_train.planning.device_limits import peak_flops, total_bytes
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.gpu.run_account import run_account
 from openpi_train.planning.gpu.step_account import GpuAccount
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB
+from openpi_train.runtime.device_limits import peak_flops, total_bytes
 from openpi_train.training.prepare import choose, this_machine
 from openpi_train.types import OPENPI_SLOTS
 

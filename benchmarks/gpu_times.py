@@ -18,7 +18,7 @@ from openpi_train.planning.gpu.scopes import name_of, part_of, phase_of
 from openpi_train.planning.gpu.step_account import StepCosts
 from openpi_train.planning.gpu.targets import has_target, target_of
 from openpi_train.planning.hlo_text import HloProgram, read_hlo
-from openpi_train.planning.kinds import kind_of
+from openpi_train.runtime.device_kinds import kind_of
 
 # Edges of the product, and elements of the copy; each is repeated inside one program.
 EDGE, COPIED, TIMES, SAMPLES = 8192, 2**30, 10, 5

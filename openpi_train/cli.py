@@ -143,10 +143,10 @@ def convert(argv: Sequence[str]) -> int:
 def convert_deepspeed(argv: Sequence[str]) -> int:
     """`convert deepspeed <file>`: translate a DeepSpeed config to flags, key by key."""
     from openpi_train.command_line import parse
-    from openpi_train.tools.requests import DeepSpeedRequest
+    from openpi_train.doors.door_requests import DeepSpeedRequest
 
     request = parse(DeepSpeedRequest, argv, "convert deepspeed")
-    from openpi_train.interop.deepspeed.flags import translate_file
+    from openpi_train.doors.deepspeed.flags import translate_file
 
     print(translate_file(request.file, request.devices).report())
     return 0
@@ -251,7 +251,7 @@ def compile_step(argv: Sequence[str]) -> int:
     request, rest = parse_known(CompileRequest, argv, "compile")
     from openpi_train.planning.gpu import plugin
     from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS
-    from openpi_train.planning.kinds import find_kind
+    from openpi_train.runtime.device_kinds import find_kind
 
     logs.configure(0)
     find_kind(request.device_kind, KINDS_OF_TARGETS)  # a wrong one is told before the plugin is asked for

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRAINING = ("resume", "posttrain", "ript", "vla")
-# They name a config of Hydra's, at any place of a command line (`interop/hydra_overrides.py`).
+# They name a config of Hydra's, at any place of a command line (`doors/hydra_overrides.py`).
 _HYDRAS_OPTIONS = ("--config-name", "-cn")
+# The modules in `doors` of the verbs that read another tool's YAML config.
+_MODULES = {"posttrain": "posttraining.posttrain", "ript": "ript.ript", "vla": "vla.vla"}
 
 
 def train(name: str, argv: Sequence[str]) -> int:
@@ -66,11 +68,11 @@ def resume(argv: Sequence[str]) -> int:
 def typed(argv: Sequence[str]) -> "Experiment":
     """The experiment of a command line that trains. Errors: those of its verb."""
     from openpi_train.command_line import TrainFlags, parse_known
-    from openpi_train.tools import requests
+    from openpi_train.doors import door_requests as requests
 
     verb, words = argv[0], parse_known(TrainFlags, argv[1:], argv[0], add_help=False)[1]
     if wants_hydra(argv):
-        from openpi_train.interop import hydra_overrides
+        from openpi_train.doors import hydra_overrides
 
         command, given = hydra_overrides.translate([verb, *words])
         return parse_experiment(command.experiment, [*command.flags, *given])
@@ -88,7 +90,7 @@ def wants_hydra(argv: Sequence[str]) -> bool:
 
 def train_by_hydra(argv: Sequence[str]) -> int:
     """Train as a Hydra command line of RoboTwin's diffusion policy says: `--config-name robot_dp_14 KEY=VALUE ...`."""
-    from openpi_train.interop import hydra_overrides
+    from openpi_train.doors import hydra_overrides
 
     command, given = hydra_overrides.translate(argv)
     logs.configure(find_world(WorldFlags(), os.environ).process_index)
@@ -98,10 +100,10 @@ def train_by_hydra(argv: Sequence[str]) -> int:
 
 def posttrain(argv: Sequence[str]) -> int:
     """`posttrain --config FILE`: train a language model as a YAML config of a PyTorch post-training tool says."""
-    from openpi_train.tools.requests import PosttrainRequest
+    from openpi_train.doors.door_requests import PosttrainRequest
 
     request, process, rest = _asked("posttrain", PosttrainRequest, argv)
-    from openpi_train.tools import posttrain as tool
+    from openpi_train.doors.posttraining import posttrain as tool
 
     if request.mode == "train":
         return _run(_of_yaml("posttrain", request, rest), process)
@@ -115,7 +117,7 @@ def posttrain(argv: Sequence[str]) -> int:
 
 def ript(argv: Sequence[str]) -> int:
     """`ript --config FILE`: let a robot policy learn from its own episodes as a YAML config of RIPT trainers says."""
-    from openpi_train.tools.requests import RiptRequest
+    from openpi_train.doors.door_requests import RiptRequest
 
     request, process, rest = _asked("ript", RiptRequest, argv)
     return _run(_of_yaml("ript", request, rest), process)
@@ -123,7 +125,7 @@ def ript(argv: Sequence[str]) -> int:
 
 def vla(argv: Sequence[str]) -> int:
     """`vla --config FILE`: train a PaliGemma policy as a YAML config of the VLA's PyTorch trainer says."""
-    from openpi_train.tools.requests import VlaRequest
+    from openpi_train.doors.door_requests import VlaRequest
 
     request, process, rest = _asked("vla", VlaRequest, argv)
     return _run(_of_yaml("vla", request, rest), process)
@@ -139,8 +141,8 @@ def _asked(verb: str, kind: Any, argv: Sequence[str]) -> tuple[Any, "TrainFlags"
 
 
 def _of_yaml(verb: str, request: Any, rest: Sequence[str]) -> "Experiment":
-    """What the verb's module in `tools` makes of its request, with the flags that are left."""
-    default, words = importlib.import_module(f"openpi_train.tools.{verb}").experiment_of(request, rest)
+    """What the verb's module in `doors` makes of its request, with the flags that are left."""
+    default, words = importlib.import_module(f"openpi_train.doors.{_MODULES[verb]}").experiment_of(request, rest)
     return with_flags(default, words, verb, "The experiment of a YAML config.")
 
 

@@ -37,7 +37,7 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.report import Table, write_record
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu import plugin
-from openpi_train.planning.kinds import find_kind
+from openpi_train.runtime.device_kinds import find_kind
 from openpi_train.runtime.exits import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent

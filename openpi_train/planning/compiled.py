@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.files import read_json, write_json
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from openpi_train.planning.forecast import Forecast, Machine
-from openpi_train.planning.memory import GIB
 from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
+from openpi_train.runtime.device_kinds import GIB
 
 # Share of the memory's nominal rate at which parameters and cache are read to make a token.
 DECODING_MEMORY_SHARE = 0.6

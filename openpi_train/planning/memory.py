@@ -15,15 +15,13 @@ from jax.sharding import PartitionSpec
 
 from openpi_train.nn.params import convolution_kernel_paths, cut_stack_paths, gatherings, merge_module
 from openpi_train.nn.shard import Gathering
+from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import FSDP, TENSOR
 from openpi_train.sharding.strategy import HOST_MEMORY
 
-GIB = 2**30
 # What XLA gives every product of cuBLAS's to work with, one at a time (jaxlib 0.10.2, without a device to tune on).
 CUBLAS_BYTES = 4 * 2**20
-# Rate at which a device reads host memory while writing at the same rate, GB/s: PCIe 4.0 x16, 31.5 nominal.
-HOST_LINK_GB_S = 25
 
 
 class DoesNotFit(UsageError):

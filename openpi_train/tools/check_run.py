@@ -14,8 +14,9 @@ from openpi_train.data.config import DataConfig
 from openpi_train.data.norm_stats import Asset, assets
 from openpi_train.data.opened import open_windows
 from openpi_train.experiment import Experiment
-from openpi_train.planning.memory import GIB, require
+from openpi_train.planning.memory import require
 from openpi_train.runtime import agree, selftest
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import NumbersError, UsageError
 from openpi_train.runtime.world import World
 from openpi_train.tools import check_host

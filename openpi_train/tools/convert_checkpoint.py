@@ -32,7 +32,7 @@ from openpi_train.interop.robot_actions import check_action_dims, openpis_transf
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
-from openpi_train.planning.device_limits import host_bytes_per_device
+from openpi_train.runtime.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.draft import check_draft, check_target, drafted, told_as
 from openpi_train.tools.requests import ConvertRequest

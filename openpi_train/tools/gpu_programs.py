@@ -21,13 +21,13 @@ from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
 from openpi_train.nn.params import module_params
 from openpi_train.planning.choose import settled
-from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.targets import GpuTarget
 from openpi_train.policy.sampler import Sampler
 from openpi_train.practice.robot_practice import RobotPractice
 from openpi_train.practice.robot_query import query
+from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_law import ActionLaw
 from openpi_train.sharding.mesh import make_mesh, planned_mesh

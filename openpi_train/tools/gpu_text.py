@@ -12,7 +12,8 @@ from openpi_train.planning.gpu.step_account import (
     GpuAccount,
     PartBound,
 )
-from openpi_train.planning.memory import GIB, Memory
+from openpi_train.planning.memory import Memory
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools.plan_text import table
 
 # Parts of the model that take less than this share of the bound are shown as one.

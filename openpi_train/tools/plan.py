@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
-from openpi_train.planning.device_limits import CLIENT_SHARE
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS, has_target, target_of
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, forecast_iteration
-from openpi_train.planning.kinds import KINDS, DeviceKind, find_kind, product_rate
-from openpi_train.planning.memory import GIB, HOST_LINK_GB_S
+from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, KINDS, DeviceKind, find_kind, product_rate
+from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan

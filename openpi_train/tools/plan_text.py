@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openpi_train.planning.forecast import Forecast
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools.ahead import Compiled
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import jax
 
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)

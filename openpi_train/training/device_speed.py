@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from openpi_train.planning.device_limits import peak_flops
 from openpi_train.runtime import step_times
+from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.gpu_health import gpu_state
 
 logger = logging.getLogger(__name__)

@@ -27,12 +27,12 @@ from openpi_train.planning.costs import (
     gpu_activation_bytes,
     live_activation_bytes,
 )
-from openpi_train.planning.device_limits import host_bytes_per_device, memory_bytes, total_bytes
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast, least_memory, recommend
-from openpi_train.planning.kinds import kind_of
-from openpi_train.planning.memory import GIB, HOST_LINK_GB_S, Memory, require, require_host
+from openpi_train.planning.memory import Memory, require, require_host
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime import agree
+from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, kind_of
+from openpi_train.runtime.device_limits import host_bytes_per_device, memory_bytes, total_bytes
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World

@@ -10,7 +10,8 @@ import jax
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
-from openpi_train.planning.memory import GIB, require
+from openpi_train.planning.memory import require
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import Together
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.prepare import Prepared, prepare_without_data

@@ -23,9 +23,9 @@ from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch import status
-from openpi_train.planning.device_limits import peak_flops
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
+from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase

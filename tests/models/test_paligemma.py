@@ -23,7 +23,8 @@ from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.planning.flops import product_flops
-from openpi_train.planning.memory import GIB, predict
+from openpi_train.planning.memory import predict
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan

@@ -20,7 +20,7 @@ from openpi_train.nn.attention import (
 from openpi_train.nn.attention_check import distances
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.jaxprs import bodies
-from openpi_train.planning.kinds import find_kind
+from openpi_train.runtime.device_kinds import find_kind
 from openpi_train.runtime.exits import UsageError
 
 

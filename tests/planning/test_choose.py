@@ -10,11 +10,11 @@ from openpi_train_configs.debug import debug
 
 from openpi_train.nn.remat import RematChoice
 from openpi_train.planning.choose import layouts, settled
-from openpi_train.planning.device_limits import memory_bytes, total_bytes
 from openpi_train.planning.forecast import USABLE, Machine
-from openpi_train.planning.kinds import UNKNOWN, find_kind
-from openpi_train.planning.memory import GIB, predict
+from openpi_train.planning.memory import predict
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula_bytes
+from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
+from openpi_train.runtime.device_limits import memory_bytes, total_bytes
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sharding.mesh import make_mesh, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig

@@ -15,9 +15,9 @@ from openpi_train.models.denoisers import UnetSizes
 from openpi_train.planning.costs import cost, gpu_activation_bytes
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.jaxprs import bodies
-from openpi_train.planning.kinds import UNKNOWN
-from openpi_train.planning.memory import CUBLAS_BYTES, GIB, predict
+from openpi_train.planning.memory import CUBLAS_BYTES, predict
 from openpi_train.planning.traffic import as_asked, collectives
+from openpi_train.runtime.device_kinds import GIB, UNKNOWN
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.sharding.mesh import FSDP, planned_mesh
 from openpi_train.sharding.strategy import Plan, ShardingConfig

@@ -8,9 +8,9 @@ import pytest
 from openpi_train import registry
 from openpi_train.cli import parse_experiment
 from openpi_train.planning.forecast import ActivationMoment, LayoutCost, Machine, RematCost, forecast, recommend
-from openpi_train.planning.kinds import UNKNOWN, find_kind
 from openpi_train.planning.links import Flow
-from openpi_train.planning.memory import GIB, DoesNotFit, Memory, require
+from openpi_train.planning.memory import DoesNotFit, Memory, require
+from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
 
 H100 = find_kind("h100")  # 989 TFLOP/s, 450 GB/s, memory of 3350 GB/s
 MACHINE = Machine(

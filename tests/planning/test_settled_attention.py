@@ -12,8 +12,7 @@ from openpi_train.nn.attention import Heads
 from openpi_train.planning.choose import settled
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu import plugin
-from openpi_train.planning.kinds import UNKNOWN, find_kind
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
 from openpi_train.sharding.mesh import planned_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare

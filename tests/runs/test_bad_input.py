@@ -15,8 +15,8 @@ from bad_files import SOURCE, shard_of, small_disk, write_all
 from command import ROOT, check, environment, openpi_train, places
 
 from openpi_train import cli
-from openpi_train.planning.device_limits import host_bytes_per_device
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB
+from openpi_train.runtime.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CHECKPOINT, DATA, INDIVISIBLE, USAGE
 
 pytestmark = pytest.mark.slow

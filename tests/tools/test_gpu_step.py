@@ -15,7 +15,7 @@ from openpi_train.nn.remat import Remat
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBuffer
 from openpi_train.planning.gpu.targets import target_of
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan, plan_text
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from openpi_train.planning.gpu.targets import CUDNN, GpuTarget
-from openpi_train.planning.kinds import DeviceKind
 from openpi_train.runtime import xla
+from openpi_train.runtime.device_kinds import DeviceKind
 from openpi_train.runtime.exits import UsageError
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")

@@ -17,10 +17,9 @@ from openpi_train.planning.gpu.schedule import Played, play
 from openpi_train.planning.gpu.scopes import name_of, part_of, phase_of
 from openpi_train.planning.gpu.targets import GpuTarget
 from openpi_train.planning.hlo_text import HloInstruction, HloProgram, endless, read_hlo, runs
-from openpi_train.planning.kinds import product_rate
 from openpi_train.planning.links import ring_flow
-from openpi_train.planning.memory import HOST_LINK_GB_S
 from openpi_train.planning.traffic import collective, collective_kind
+from openpi_train.runtime.device_kinds import HOST_LINK_GB_S, product_rate
 
 # Shares of the data sheet's figures that large products and large copies reach: an H100's 800 of 989 TFLOP/s and 3.0 of
 # 3.35 TB/s.

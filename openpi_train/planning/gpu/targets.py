@@ -1,4 +1,4 @@
-"""Descriptions of GPUs for XLA's compiler, which needs no GPU if it has one. Read next: `plugin.py`, `kinds.py`.
+"""Descriptions of GPUs for XLA's compiler, which needs no GPU if it has one. Read next: `plugin.py`, `device_kinds.py`.
 
 XLA reads them as a text proto (`stream_executor.GpuTargetConfigProto`). The sizes decide how it tiles and fuses; memory
 and bandwidth what its scheduler believes that fits and how long a kernel takes.
@@ -7,13 +7,13 @@ and bandwidth what its scheduler believes that fits and how long a kernel takes.
 import dataclasses
 from typing import Any
 
-from openpi_train.planning.kinds import DeviceKind, find_kind
+from openpi_train.runtime.device_kinds import DeviceKind, find_kind
 from openpi_train.runtime.exits import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """A kind of GPU (`kind` is the name in `kinds.py`) as the compiler sees it. Bytes and GHz.
+    """A kind of GPU (`kind` is the name in `device_kinds.py`) as the compiler sees it. Bytes and GHz.
 
     A core is a streaming multiprocessor. `shared_bytes` is the shared memory of a core, of which one block may ask for
     `block_shared_bytes`.
@@ -34,12 +34,12 @@ class GpuTarget:
 
     @property
     def compute_capability(self) -> str:
-        """As `kinds.py` has it."""
+        """As `device_kinds.py` has it."""
         return find_kind(self.kind).compute_capability
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of the device memory, as `kinds.py` has them."""
+        """Bytes/s of the device memory, as `device_kinds.py` has them."""
         return find_kind(self.kind).memory_gb_s * 1e9
 
     def text(self, memory_bytes: int) -> str:

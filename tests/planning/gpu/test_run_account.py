@@ -13,7 +13,7 @@ from openpi_train.data.files import write_json
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.gpu.step_account import GpuAccount
-from openpi_train.planning.kinds import UNKNOWN, find_kind
+from openpi_train.runtime.device_kinds import UNKNOWN, find_kind
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import report_parts

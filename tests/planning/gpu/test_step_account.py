@@ -13,8 +13,7 @@ from openpi_train.planning.gpu.kernels import KernelWork
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBuffer, StepCosts, named_buffers
 from openpi_train.planning.gpu.targets import target_of
 from openpi_train.planning.hlo_text import HloProgram, read_hlo
-from openpi_train.planning.kinds import find_kind
-from openpi_train.planning.memory import GIB
+from openpi_train.runtime.device_kinds import GIB, find_kind
 
 H100 = find_kind("h100")
 RECORDED = Path(__file__).resolve().parent / "recorded"

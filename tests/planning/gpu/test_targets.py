@@ -5,7 +5,7 @@ import re
 import pytest
 
 from openpi_train.planning.gpu.targets import TARGETS, GpuTarget, has_target, target_of
-from openpi_train.planning.kinds import KINDS, kind_of
+from openpi_train.runtime.device_kinds import KINDS, kind_of
 from openpi_train.runtime.exits import UsageError
 
 NAMED = ("a100", "a100-40gb", "h100", "h200", "b200", "l40s", "rtx4090", "rtx6000-ada")
