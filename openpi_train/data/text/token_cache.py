@@ -96,6 +96,16 @@ class TokenCache:
             )
         return found
 
+    def is_ready(self) -> bool:
+        """Whether `open` encodes nothing, unless the cache is damaged: the files are those that were encoded."""
+        manifest = tables.read_manifest(self.place)
+        if manifest is None or manifest.get("format") != FORMAT:
+            return False
+        try:
+            return self._changed(manifest["sources"]) is None
+        except (KeyError, TypeError, ValueError):  # damaged
+            return False
+
     def _find(self) -> TokenStore | None:
         """The existing tokens, if they are complete and the files have not changed since; else None."""
         manifest = tables.read_manifest(self.place)
