@@ -24,8 +24,8 @@ LINK_SHARE, MEMORY_SHARE = 0.8, 0.9
 # Share of the shorter of products and what is sent beside them that overlaps. Over a network, which may be slow, none
 # is counted on.
 HIDDEN = 0.75
-# How far an estimate of memory may be off, as a share of what the compiler says (`estimate.py`).
-OFF = 0.25
+# Share of the usable memory up to which a step is small.
+SMALL = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,11 @@ class Forecast:
         return self.memory.total <= self.machine.usable_bytes
 
     @property
+    def is_small(self) -> bool:
+        """Whether it needs so little of the device that no estimate is off by the rest."""
+        return self.memory.total <= SMALL * self.machine.usable_bytes
+
+    @property
     def flops_per_step(self) -> float:
         """Executed by all devices together."""
         return self.policy.flops_per_row * self.batch_size
@@ -167,16 +172,21 @@ class Forecast:
             "samples_per_s_if_overlapped": self.batch_size / self.overlapped_s,
         }
 
+    @property
+    def name(self) -> str:
+        """Strategy and policy."""
+        remat = f", remat {self.policy.remat}" if self.policy.remat else ""
+        groups = self.machine.num_devices // self.layout.tensor_devices
+        over = f" over {self.layout.fsdp_devices}" if 1 < self.layout.fsdp_devices < groups else ""
+        return f"{self.layout.strategy}{over}{remat}"
+
     def words(self) -> str:
         """Strategy, policy and needs, for a log line."""
-        remat = f", remat {self.policy.remat}" if self.policy.remat else ""
         sent = sum(max(flow.within, flow.between) for flow in self.flows)
         needs = f"{self.memory.total / GIB:.1f} GiB, {sent / 1e9:.3g} GB sent"
         needs += f", {self.memory.host / GIB:.1f} GiB in host memory" if self.memory.host else ""
         times = f", {self.step_s:.3g} s per step" if self.machine.kind.is_known else ""
-        groups = self.machine.num_devices // self.layout.tensor_devices
-        over = f" over {self.layout.fsdp_devices}" if 1 < self.layout.fsdp_devices < groups else ""
-        return f"{self.layout.strategy}{over}{remat}, grad_accum {self.grad_accum} ({needs}{times})"
+        return f"{self.name}, grad_accum {self.grad_accum} ({needs}{times})"
 
 
 def forecast(

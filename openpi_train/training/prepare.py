@@ -4,7 +4,7 @@ Nothing is allocated. Read next: `settling.py`, which chooses by it; `planning/c
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -65,15 +65,28 @@ def forecasts(
     machine: Machine,
     accumulations: list[int],
     batch_spec: BatchSpec | None = None,
+    *,
+    of_all_policies: bool = True,
 ) -> list[Forecast]:
-    """Forecasts for every strategy and rematerialisation policy that the flags allow."""
+    """Forecasts for every strategy and rematerialisation policy that the flags allow.
+
+    Unless `of_all_policies`, for the policy that recomputes least alone where each of its steps is small.
+    """
     experiment = settled(experiment, machine)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
+
+    def with_policies(policies: Iterable[RematCost]) -> list[list[Forecast]]:
+        return [
+            [forecast(machine, cost, policy, experiment.batch_size, accumulations) for cost in costs]
+            for policy in policies
+        ]
+
     policies = policy_costs(experiment, layout, batch_spec)
-    return [
-        forecast(machine, cost, policy, experiment.batch_size, accumulations) for cost in costs for policy in policies
-    ]
+    found = with_policies([next(policies)])
+    if of_all_policies or not all(one.is_small for one in found[0]):
+        found += with_policies(policies)
+    return [one for of_layout in zip(*found, strict=True) for one in of_layout]
 
 
 def layout_costs(
@@ -98,12 +111,12 @@ def traced_practice(
     return practice_cost(one, trainer, {**state.shapes.frozen, **state.shapes.params}, batch)
 
 
-def policy_costs(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> list[RematCost]:
+def policy_costs(
+    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None
+) -> Iterator[RematCost]:
     """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
-    return [
-        cost(name, traced_gradient(one, state, batch_spec), one.model.compute_dtype)
-        for name, one in experiment.remat_choices().items()
-    ]
+    for name, one in experiment.remat_choices().items():
+        yield cost(name, traced_gradient(one, state, batch_spec), one.model.compute_dtype)
 
 
 def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> Any:

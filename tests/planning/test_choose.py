@@ -11,8 +11,8 @@ from planning import compiled_steps
 
 from openpi_train.nn.remat import RematChoice
 from openpi_train.planning.choose import layouts, settled
-from openpi_train.planning.forecast import OFF, USABLE, Machine, instead, least_memory, recommend
-from openpi_train.planning.memory import predict
+from openpi_train.planning.forecast import USABLE, Machine, instead, least_memory, recommend
+from openpi_train.planning.memory import OFF, predict
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula_bytes
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
 from openpi_train.runtime.device_limits import memory_bytes, total_bytes
@@ -202,7 +202,8 @@ def test_the_policy_that_recomputes_least_of_those_that_fit_is_used_and_the_log_
         caplog.clear()
         _, remat, text = chosen(caplog, gib, remat="auto")
         assert remat == name and f"replicated, remat {name}, grad_accum 1" in text
-        assert "else there was: replicated, remat" in text
+        # Where a step is small no other policy is looked at.
+        assert ("else there was: replicated, remat" in text) == (name != "none")
     assert "none, products, dots would recompute less and do not fit" in caplog.text
 
 

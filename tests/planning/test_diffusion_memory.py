@@ -58,13 +58,6 @@ def test_zero3_gathers_all_parameters_at_once_and_the_plan_counts_them_so(shared
     assert forecast.memory.layer == 0 and len(cut) > 20
 
 
-def test_the_compiled_step_needs_the_memory_of_the_forecast_to_a_tenth(shared):
-    forecast, *_, compiled = shared
-    memory = compiled.memory_analysis()
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    assert forecast.memory.total == pytest.approx(needed, rel=0.1)
-
-
 def test_the_compiled_step_sends_what_the_plan_says(shared):
     forecast, _, jaxpr, compiled = shared
     sent = sum(one.sent_bytes for one in as_asked(collectives(compiled.as_text(), DEVICES), jaxpr))

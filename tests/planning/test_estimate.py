@@ -7,7 +7,8 @@ from planning import compiled_steps
 
 from openpi_train.planning.costs import ROWS, bytes_per_row
 from openpi_train.planning.estimate import peak_bytes
-from openpi_train.planning.forecast import OFF, recommend
+from openpi_train.planning.forecast import recommend
+from openpi_train.planning.memory import OFF
 from openpi_train.runtime.device_kinds import GIB
 
 
