@@ -15,8 +15,9 @@ from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime.device_kinds import GIB, DeviceKind
 from openpi_train.sharding.strategy import Strategy
 
-# Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory.
-_EQUAL, _UNIT = 0.005, 0.01
+# Steps whose times differ by less count as equal, of two policies and of two strategies; then lower memory wins, in
+# units of this share of the memory.
+_EQUAL, _ALIKE, _UNIT = 0.005, 0.02, 0.01
 # Share of the memory that jax may use which a run may plan with: the rest is for the allocator and the collectives.
 USABLE = 0.9
 # Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
@@ -235,7 +236,8 @@ def forecast(
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     """The strategy with the shortest step of those that fit, with the policy that needs least memory; and why.
 
-    A policy may cost `_EQUAL` of the time. None if nothing fits. Among equals the first is taken.
+    A policy may cost `_EQUAL` of the time, a strategy that needs less memory `_ALIKE`. None if nothing fits. Among
+    equals the first is taken.
     """
     fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
     if not fitting:
@@ -257,13 +259,16 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
                 f"{(memory.state + memory.step) / GIB:.1f} GiB: generate fewer at a time ({flags})"
             )
         return None, why
-    first = fitting[0]
+    shortest = fitting[0]
+    alike = [one for one in fitting if one.policy is shortest.policy and one.step_s <= (1 + _ALIKE) * shortest.step_s]
+    first = min(alike, key=lambda one: math.ceil(one.memory.total / (_UNIT * one.machine.usable_bytes)))
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
     # What is generated between steps takes the same under every policy.
     best = min(equal, key=lambda one: math.ceil(one.memory.step / (_UNIT * one.machine.usable_bytes)))
     why = f"{best.words()}; the shortest step of the {len(fitting)} of {len(forecasts)} that fit"
-    if best is not first:
-        why += f", to {_EQUAL:.1%}, with more room than {first.words()}"
+    if best is not shortest:
+        share = _EQUAL if best.layout is shortest.layout else _ALIKE
+        why += f", to {share:.1%}, with more room than {shortest.words()}"
     shorter = [one for one in forecasts if not one.fits and one.compute_s < best.compute_s]
     policies = dict.fromkeys(str(one.policy.remat) for one in shorter if one.layout is best.layout)
     if policies:

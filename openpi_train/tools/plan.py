@@ -8,7 +8,6 @@ Nothing is allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -81,10 +80,10 @@ def main(
     if compiler == "gpu" and chosen is not None:
         machine_flags = ["--devices", num_devices, "--device-kind", machine.kind.name, "--hosts", num_hosts]
         machine_flags += ["--device-gib", machine.available_bytes / CLIENT_SHARE / GIB, "--network-gb-s", network_gb_s]
-        compile_one = functools.partial(gpu_step.compile_candidate, words, machine_flags=[*map(str, machine_flags)])
-        report, accounts = _judged(report, compile_one, compile_all=compile_all, as_text=as_text)
-    if as_text and compiler is None:
-        print("\n" + plan_text.NOT_COMPILED)
+        flags = [*map(str, machine_flags)]
+        report, accounts = _judged(
+            report, lambda one: gpu_step.compile_candidate(words, one, flags), compile_all=compile_all, as_text=as_text
+        )
     if not as_text:
         print(json.dumps(_as_json(report, compiled, accounts), indent=1))
     return DONE if chosen is not None else USAGE
@@ -212,6 +211,8 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
         )
     return [
         *lines,
+        "memory: an estimate, within a quarter; XLA's GPU compiler, which needs no GPU, says what a step takes "
+        "(--compiler gpu), and a run takes the next candidate where its own compiled step does not fit",
         "the data keep up; rings in the mesh's order; step s: products hide part of what layers send; overlapped: all",
     ]
 

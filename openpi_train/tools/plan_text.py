@@ -11,12 +11,6 @@ if TYPE_CHECKING:
     from openpi_train.tools.plan import Report
 
 
-NOT_COMPILED = (
-    "Nothing is compiled: memory is an estimate, within a quarter. XLA's GPU compiler, which needs no GPU, says what a "
-    "step takes (--compiler gpu); a run reads it of its own step, and takes the next candidate where that does not fit."
-)
-
-
 def tables(report: "Report") -> str:
     """The text without the compiler's part."""
     machine, experiment, sharding = report.machine, report.experiment, report.experiment.sharding

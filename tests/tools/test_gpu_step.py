@@ -147,7 +147,7 @@ def test_a_plan_that_gpus_compiler_cannot_judge_is_an_estimate_where_nothing_is_
     monkeypatch.setattr(ahead, "compile_step", lambda *_: pytest.fail("nobody asked for that"))
     words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.offload", "optimizer"]
     assert cli.run(words) == DONE
-    assert "an estimate, within a quarter" in capsys.readouterr().out
+    assert "memory: an estimate, within a quarter" in capsys.readouterr().out
 
 
 def test_an_unknown_kind_is_refused_by_the_verb_with_those_that_it_knows(monkeypatch, capsys):
