@@ -147,7 +147,7 @@ def _built(
 
     shows_help = wants_help(argv)
     if many.deepspeed is not None:
-        from openpi_train.interop.deepspeed.flags import before_given
+        from openpi_train.doors.deepspeed.flags import before_given
 
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
         of_file, argv = _many_fields(before_given(many.deepspeed, given), name)

@@ -7,13 +7,14 @@ import dataclasses
 import importlib
 import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
 from openpi_train.launch import ahead_of_start
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import run_guarded
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.world import WorldFlags, find_world
 
 if TYPE_CHECKING:
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 TRAINING = ("resume", "posttrain", "ript", "vla")
-# They name a config of Hydra's, at any place of a command line (`interop/hydra_overrides.py`).
+# They name a config of Hydra's, at any place of a command line (`doors/hydra_overrides.py`).
 _HYDRAS_OPTIONS = ("--config-name", "-cn")
+# The modules in `doors` of the verbs that read another tool's YAML config.
+_MODULES = {"posttrain": "posttraining.posttrain", "ript": "ript.ript", "vla": "vla.vla"}
 
 
 def train(name: str, argv: Sequence[str]) -> int:
@@ -38,8 +43,8 @@ def train(name: str, argv: Sequence[str]) -> int:
     if not wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
         index = find_world(process, os.environ).process_index
         logs.configure(index)
-        name = resume_run.of_several(name, rest)
-    experiment = parse_experiment(name, rest)
+        name = _read(lambda: resume_run.of_several(name, rest))
+    experiment = _read(lambda: parse_experiment(name, rest))
     if index == 0:
         edited_experiment.tell_edits(experiment, typed)
     return _run(experiment, process)
@@ -56,8 +61,9 @@ def resume(argv: Sequence[str]) -> int:
     logs.configure(index)
     from openpi_train.tools import edited_experiment, resume_run
 
-    request, rest = resume_run.where_it_began(request, rest)
-    experiment = with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run.", goes_on=True)
+    request, rest = _read(lambda: resume_run.where_it_began(request, rest))
+    recorded = _read(lambda: resume_run.experiment_of(request))
+    experiment = with_flags(recorded, rest, "resume", "The experiment of a run.", goes_on=True)
     if index == 0:
         edited_experiment.tell_edits(experiment, typed)
     return _run(experiment, process)
@@ -66,11 +72,11 @@ def resume(argv: Sequence[str]) -> int:
 def typed(argv: Sequence[str]) -> "Experiment":
     """The experiment of a command line that trains. Errors: those of its verb."""
     from openpi_train.command_line import TrainFlags, parse_known
-    from openpi_train.tools import requests
+    from openpi_train.doors import door_requests as requests
 
     verb, words = argv[0], parse_known(TrainFlags, argv[1:], argv[0], add_help=False)[1]
     if wants_hydra(argv):
-        from openpi_train.interop import hydra_overrides
+        from openpi_train.doors import hydra_overrides
 
         command, given = hydra_overrides.translate([verb, *words])
         return parse_experiment(command.experiment, [*command.flags, *given])
@@ -88,7 +94,7 @@ def wants_hydra(argv: Sequence[str]) -> bool:
 
 def train_by_hydra(argv: Sequence[str]) -> int:
     """Train as a Hydra command line of RoboTwin's diffusion policy says: `--config-name robot_dp_14 KEY=VALUE ...`."""
-    from openpi_train.interop import hydra_overrides
+    from openpi_train.doors import hydra_overrides
 
     command, given = hydra_overrides.translate(argv)
     logs.configure(find_world(WorldFlags(), os.environ).process_index)
@@ -98,13 +104,13 @@ def train_by_hydra(argv: Sequence[str]) -> int:
 
 def posttrain(argv: Sequence[str]) -> int:
     """`posttrain --config FILE`: train a language model as a YAML config of a PyTorch post-training tool says."""
-    from openpi_train.tools.requests import PosttrainRequest
+    from openpi_train.doors.door_requests import PosttrainRequest
 
     request, process, rest = _asked("posttrain", PosttrainRequest, argv)
-    from openpi_train.tools import posttrain as tool
+    from openpi_train.doors.posttraining import posttrain as tool
 
     if request.mode == "train":
-        return _run(_of_yaml("posttrain", request, rest), process)
+        return _run(_read(lambda: _of_yaml("posttrain", request, rest)), process)
     algorithms = tool.algorithms_of(request)
     if ahead_of_start.devices() is not None:
         return 0
@@ -115,18 +121,18 @@ def posttrain(argv: Sequence[str]) -> int:
 
 def ript(argv: Sequence[str]) -> int:
     """`ript --config FILE`: let a robot policy learn from its own episodes as a YAML config of RIPT trainers says."""
-    from openpi_train.tools.requests import RiptRequest
+    from openpi_train.doors.door_requests import RiptRequest
 
     request, process, rest = _asked("ript", RiptRequest, argv)
-    return _run(_of_yaml("ript", request, rest), process)
+    return _run(_read(lambda: _of_yaml("ript", request, rest)), process)
 
 
 def vla(argv: Sequence[str]) -> int:
     """`vla --config FILE`: train a PaliGemma policy as a YAML config of the VLA's PyTorch trainer says."""
-    from openpi_train.tools.requests import VlaRequest
+    from openpi_train.doors.door_requests import VlaRequest
 
     request, process, rest = _asked("vla", VlaRequest, argv)
-    return _run(_of_yaml("vla", request, rest), process)
+    return _run(_read(lambda: _of_yaml("vla", request, rest)), process)
 
 
 def _asked(verb: str, kind: Any, argv: Sequence[str]) -> tuple[Any, "TrainFlags", list[str]]:
@@ -139,9 +145,14 @@ def _asked(verb: str, kind: Any, argv: Sequence[str]) -> tuple[Any, "TrainFlags"
 
 
 def _of_yaml(verb: str, request: Any, rest: Sequence[str]) -> "Experiment":
-    """What the verb's module in `tools` makes of its request, with the flags that are left."""
-    default, words = importlib.import_module(f"openpi_train.tools.{verb}").experiment_of(request, rest)
+    """What the verb's module in `doors` makes of its request, with the flags that are left."""
+    default, words = importlib.import_module(f"openpi_train.doors.{_MODULES[verb]}").experiment_of(request, rest)
     return with_flags(default, words, verb, "The experiment of a YAML config.")
+
+
+def _read(what: Callable[[], Result]) -> Result:
+    """What comes of reading files of a run or a config, on a file system that may fail for a moment."""
+    return patiently(what, "reading what to train")
 
 
 def _run(experiment: "Experiment", process: "TrainFlags") -> int:

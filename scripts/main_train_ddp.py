@@ -10,7 +10,7 @@ import checkout
 
 checkout.ready()
 
-from openpi_train.launch.vla_training import main
+from openpi_train.doors.vla.vla_launch import main
 from openpi_train.runtime.closed_output import quietly
 
 if __name__ == "__main__":

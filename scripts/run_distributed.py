@@ -5,7 +5,8 @@
     python scripts/run_distributed.py --mode create_slurm --num-nodes 2 --gpus-per-node 4 -- debug --exp-name x
     python scripts/run_distributed.py --nproc_per_node 4 --config config_distributed_example.yaml --algorithm sft
 
-The last form is another tool's, for language models: `openpi_train/launch/posttraining.py`. Modes of the first:
+The last form is another tool's, for language models (`openpi_train/doors/posttraining/posttraining_launch.py`). Modes
+of the first:
 
 manual: without --rank it starts this host's processes and watches over them, as `launch local` (one host) and `launch
 manual` (several) do; with --rank it becomes that one process. Nothing is added to what follows "--".
@@ -23,7 +24,8 @@ import checkout
 
 checkout.ready()
 
-from openpi_train.launch import forms, posttraining
+from openpi_train.doors.posttraining import posttraining_launch
+from openpi_train.launch import forms
 from openpi_train.launch.slurm import RANK_VARIABLES, resumed
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand, cpu_devices
 from openpi_train.runtime.closed_output import quietly
@@ -36,8 +38,8 @@ _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 def main(argv: list[str]) -> int:
     options, arguments = forms.split_arguments(argv)
     try:
-        if posttraining.is_meant(options):
-            return posttraining.main(options, arguments)
+        if posttraining_launch.is_meant(options):
+            return posttraining_launch.main(options, arguments)
         given = _parser().parse_args(options)
         # Where the guide of the older tool looks for the log (`openpi_train/training/documented_links.py`).
         os.environ.setdefault("OPENPI_TRAIN_LINKS", "logs/training.log=logs/process_0.log")
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     environ = os.environ
-    parser = posttraining.DoorParser(prog="run_distributed.py", description=(__doc__ or "").splitlines()[0])
+    parser = posttraining_launch.DoorParser(prog="run_distributed.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mode", choices=["manual", "slurm", "create_slurm"], default="manual")
     parser.add_argument("--world-size", type=int, default=environ.get("WORLD_SIZE"), help="processes on all hosts")
     parser.add_argument("--gpus-per-node", type=int, help="processes per host, a GPU each (default: all on this host)")
@@ -83,7 +85,7 @@ def _launch(given: argparse.Namespace) -> list[str]:
     size = given.world_size
     if size is None:
         raise LaunchError(
-            f"say how many processes the run has: --world-size 4 (lines of other tools: {posttraining.PAGE})"
+            f"say how many processes the run has: --world-size 4 (lines of other tools: {posttraining_launch.PAGE})"
         )
     per_node = given.gpus_per_node or size
     if size % per_node:

@@ -8,7 +8,7 @@ from pathlib import Path
 from deepspeed_files import FILES
 from text_models import MODEL, write_model
 
-CONFIGS = Path(__file__).parent / "interop" / "posttraining" / "project"
+CONFIGS = Path(__file__).parent / "doors" / "posttraining" / "project"
 _REWARD = """def vowels(prompt, completion, reference):
     return sum(character in "aeiou" for character in completion)
 """

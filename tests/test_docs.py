@@ -29,6 +29,7 @@ from openpi_train.data import opened
 from openpi_train.data.config import DataConfig, Dataset
 from openpi_train.data.fake import FakeData
 from openpi_train.data.windows import Windows, WindowShape
+from openpi_train.doors.posttraining import posttrain
 from openpi_train.interop import huggingface
 from openpi_train.keys import row_keys
 from openpi_train.models.language import LanguageConfig
@@ -43,7 +44,6 @@ from openpi_train.tools import (
     gpu_step,
     list_runs,
     plan,
-    posttrain,
     report,
     resume_run,
     stats,

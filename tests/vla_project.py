@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet
 
 from openpi_train.data.image import encode
 
-CONFIG = Path(__file__).parent / "interop" / "vla" / "vla_config.yaml"
+CONFIG = Path(__file__).parent / "doors" / "vla" / "vla_config.yaml"
 # Lengths of the episodes of each file.
 LENGTHS = {"a": (5, 3), "b": (4,)}
 DIMS = 7

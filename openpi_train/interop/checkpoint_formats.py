@@ -22,12 +22,12 @@ from openpi_train.interop import (
     paligemma_torch,
     peft_adapter,
     torchvision_resnet,
+    vla_checkpoint,
 )
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.torch_file import is_torch_file
-from openpi_train.interop.vla import vla_checkpoint
 from openpi_train.models.accompanied import CRITIC, REFERENCE
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError, kind_for

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from openpi_train_configs.debug import debug
 
+from openpi_train.doors.posttraining import posttrain
+from openpi_train.doors.ript import ript
+from openpi_train.doors.vla import vla
 from openpi_train.runtime import logs
-from openpi_train.tools import posttrain, ript, vla
 from openpi_train.training.documented_links import VARIABLE, documented, link_documented
 
 ROOT = Path(__file__).resolve().parents[2]
