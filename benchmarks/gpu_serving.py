@@ -27,7 +27,7 @@ from openpi_train.runtime.device_limits import total_bytes
 from openpi_train.sharding.mesh import make_mesh
 from openpi_train.sharding.strategy import Plan
 from openpi_train.training.devices import Devices
-from openpi_train.training.prepare import this_machine
+from openpi_train.training.settling import this_machine
 from openpi_train.types import OPENPI_SLOTS
 
 POLICIES = ("pi0_bridge_traj", "pi05_bridge")

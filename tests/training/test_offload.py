@@ -21,7 +21,7 @@ from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.checkpoints.layout import leaves_by_item, state_from_items
 from openpi_train.training.checkpoints.pieces import fetch, place
 from openpi_train.training.init import create_state, lay_out
-from openpi_train.training.prepare import check_host_memory
+from openpi_train.training.start_check import check_host_memory
 
 pytestmark = pytest.mark.slow
 
