@@ -14,11 +14,11 @@ import numpy as np
 
 from openpi_train.cli import parse_experiment
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.state import TrainState
 from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import initial_state
 from openpi_train.training.prepare import Prepared, prepare_without_data
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction
 from openpi_train.types import OPENPI_SLOTS, action_batch, flatten_rows
 

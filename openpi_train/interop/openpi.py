@@ -31,7 +31,7 @@ from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Write
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
-from openpi_train.nn.params import module_params, nested_params
+from openpi_train.parallel.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 
 logger = logging.getLogger(__name__)

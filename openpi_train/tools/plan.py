@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
@@ -25,8 +27,6 @@ from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, fo
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, KINDS, DeviceKind, find_kind, product_rate
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan_text
 from openpi_train.training.prepare import forecasts, whole_layout
 

@@ -16,8 +16,11 @@ import optax
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
 from openpi_train.nn.attention_check import flash_problem
-from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.optim import LossScaling
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import gatherings, merge_module
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import HOST_MEMORY, Plan, Strategy
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
 from openpi_train.planning.costs import (
     ROWS,
@@ -36,10 +39,7 @@ from openpi_train.runtime.device_limits import host_bytes_per_device, memory_byt
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import HOST_MEMORY, Plan, Strategy
 from openpi_train.training.init import StateLayout, lay_out
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.training.traced_practice import practice_cost
 

@@ -15,6 +15,7 @@ from openpi_train.data.interface import Feed, OpenedData
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import status
+from openpi_train.parallel.state import TrainState
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
@@ -41,7 +42,6 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
 from openpi_train.training.settle import batch_specs
 from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace
 

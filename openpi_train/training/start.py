@@ -23,6 +23,7 @@ from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch import status
+from openpi_train.parallel.state import TrainState
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.device_limits import peak_flops
@@ -48,7 +49,6 @@ from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
 from openpi_train.training.settle import Settled, settle
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)

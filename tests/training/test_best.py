@@ -12,8 +12,8 @@ import pytest
 from checkpoint_process import SAVED_WITH, make_state
 from openpi_train_configs.debug import debug
 
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.checkpoints.step_dirs import StepDirs

@@ -35,6 +35,7 @@ from openpi_train.interop.manifest import Sums, find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import (
     HARDWARE,
@@ -66,7 +67,6 @@ from openpi_train.training.checkpoints.local_tier import LocalTier
 from openpi_train.training.checkpoints.meta import check_asset_ids, make_meta, write_beside
 from openpi_train.training.checkpoints.pieces import fetch_share, place
 from openpi_train.training.checkpoints.step_dirs import StepDirs, complete_steps
-from openpi_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 

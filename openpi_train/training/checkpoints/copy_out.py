@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from openpi_train.interop.manifest import Sums, sums
-from openpi_train.nn.params import nested_params
+from openpi_train.parallel.params import nested_params
 from openpi_train.training.checkpoints.layout import Leaves
 from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime.exits import CheckpointError
-from openpi_train.training.state import TrainState
 
 Leaves = dict[str, Any]
 PublicName = Callable[[str], str]

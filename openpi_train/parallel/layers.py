@@ -1,6 +1,6 @@
 """Stacks of layers, run in a loop or one after the other, and how devices that shard them gather each.
 
-Read next: `remat.py`, then `siglip.py` and `gemma.py`, which use these.
+Read next: `remat.py`, then `nn/siglip.py` and `nn/gemma.py`, which use these.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
-from openpi_train.nn.params import AS_GATHERED, FIXED, UNROLLED
-from openpi_train.nn.remat import Remat, recomputed
-from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
+from openpi_train.parallel.params import AS_GATHERED, FIXED, UNROLLED
+from openpi_train.parallel.remat import Remat, recomputed
+from openpi_train.parallel.shard import Gathering, Shard, is_shard, whole
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -134,7 +134,7 @@ def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any
     """What a layer reads; the gradient of `carry` waits for those of the layer's trained weights.
 
     XLA would else put their products off until after the layer before is computed again, and keep what they read. Where
-    gradients are then `sent` it waits for the wide ones alone (metadata `wide`, `gated_mlp.py`), whose products read
+    gradients are then `sent` it waits for the wide ones alone (metadata `wide`, `nn/gated_mlp.py`), whose products read
     most: waiting for all would leave less to do while they are sent.
     """
 

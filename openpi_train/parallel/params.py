@@ -1,6 +1,6 @@
 """Parameters by path: the flat dictionary in which the project trains, shards and stores a module's parameters.
 
-Paths join the module's attribute names with "/". Read next: `training/state.py`.
+Paths join the module's attribute names with "/". Read next: `state.py`.
 """
 
 from collections.abc import Container, Mapping
@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from openpi_train.nn.shard import Gathering
+from openpi_train.parallel.shard import Gathering
 
 Params = dict[str, Array]
 # Metadata of a parameter: no gradient is taken in it; it is of a stack whose layers are unrolled; it is a table of a
@@ -79,7 +79,7 @@ def mark_unrolled(module: nnx.Module, *, as_gathered: bool = False) -> None:
 
 
 def mark_learning(module: nnx.Module) -> None:
-    """Mark the tables of a model through which gradients are taken (`vocabulary.py: remat_of`)."""
+    """Mark the tables of a model through which gradients are taken (`nn/vocabulary.py: remat_of`)."""
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if variable.get_metadata("gathering", None) is Gathering.BY_ROW:
             variable.set_metadata(LEARNING, True)

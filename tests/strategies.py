@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 from trainers import make_trainer
 
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import CUT, Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import CUT, Plan
 from openpi_train.training.init import create_state
 
 ROWS = 32

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from openpi_train.fields import at_least, setting
-from openpi_train.sharding.mesh import FSDP, TENSOR, batch_sharding, replicated
-from openpi_train.sharding.tensor import tensor_dim
+from openpi_train.parallel.mesh import FSDP, TENSOR, batch_sharding, replicated
+from openpi_train.parallel.tensor import tensor_dim
 
 # Parts held by a device: the state (float32 parameters, moments, average), the sum of gradients over micro-batches, and
 # the copy of the parameters used for computation.

@@ -10,10 +10,10 @@ from flax import nnx
 
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.layers import scan_layers, scan_to_last, stack_layers
 from openpi_train.nn.norms import LayerNorm, RMSNorm, residual
-from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
 from openpi_train.nn.sincos import sincos_encoding
+from openpi_train.parallel.layers import scan_layers, scan_to_last, stack_layers
+from openpi_train.parallel.params import mark_fixed, mark_unrolled, merge_module, module_params
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.jaxprs import bodies
 

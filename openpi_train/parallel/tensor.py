@@ -5,7 +5,7 @@ dim, weights back by their input dim, so that only one sum per block is sent. Pa
 replicated in a tensor group: norms, embeddings, biases of summed outputs, key and value heads that are too few to
 split, and the factors of low-rank additions that have neither heads nor that width.
 
-Read next: `strategy.py`, which uses this, and `nn/shard.py: spread, summed`, which send.
+Read next: `strategy.py`, which uses this, and `shard.py: spread, summed`, which send.
 """
 
 import math

@@ -1,10 +1,10 @@
-"""The state of a run on the devices, as one tree of arrays. Read next: `step.py`, which updates it."""
+"""The state of a run on the devices, as one tree of arrays. Read next: `training/step.py`, which updates it."""
 
 import optax
 from jaxtyping import Array, Int
 
-from openpi_train.nn.params import Params
 from openpi_train.optim import LossScale
+from openpi_train.parallel.params import Params
 from openpi_train.types import pytree
 
 

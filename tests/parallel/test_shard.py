@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.params import mark_unrolled
-from openpi_train.nn.shard import Gathering, Shard, spread, summed, take_rows, whole
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import mark_unrolled
+from openpi_train.parallel.shard import Gathering, Shard, spread, summed, take_rows, whole
 from openpi_train.planning.jaxprs import bodies
-from openpi_train.sharding.mesh import make_mesh
 
 NUMBERS = np.random.default_rng(0)
 

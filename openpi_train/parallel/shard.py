@@ -4,7 +4,7 @@ For use inside `jax.shard_map`, so that communication is explicit and not chosen
 the compute dtype, and its gradient is reduce-scattered in the type of the plan, float32 or bfloat16 (ZeRO stage 3,
 Rajbhandari et al. 2020). Also the communication in a tensor group, whose devices compute different heads of the same
 rows: `spread` and `summed`. Read next: `layers.py: scan_layers`, which gathers layer by layer, and
-`training/devices.py`.
+`devices.py`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.sharding.mesh import TENSOR
+from openpi_train.parallel.mesh import TENSOR
 
 
 class Gathering(enum.Enum):
@@ -26,7 +26,7 @@ class Gathering(enum.Enum):
     """
 
     BY_LAYER = enum.auto()  # set by `layers.py: stack_layers` for all its layers; `scan_layers` gathers
-    BY_ROW = enum.auto()  # set by a table's module, which reads it only by `take_rows` and `vocabulary.py`
+    BY_ROW = enum.auto()  # set by a table's module, which reads it only by `take_rows` and `nn/vocabulary.py`
 
 
 _STATIC = {"static": True}  # by jax's convention: part of the tree's structure, not a leaf
@@ -65,8 +65,8 @@ class Shard:
         """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none.
 
         `wide`: the result has the type of `part`, though the precision of `dtype`, and so has its gradient: what
-        narrows the array again at once (`products.py: product`) then need not round the gradient, unless that is sent
-        in `dtype`.
+        narrows the array again at once (`nn/products.py: product`) then need not round the gradient, unless that is
+        sent in `dtype`.
         """
         dim = self.part.ndim + self.dim
         dtype = self.part.dtype if wide and self.reduce_dtype != self.dtype else self.dtype

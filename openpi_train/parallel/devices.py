@@ -1,6 +1,6 @@
 """The computation of every device on its own rows, and the communication between devices.
 
-The parts that the plan shards (`sharding/strategy.py`) determine what is sent in one optimizer step:
+The parts that the plan shards (`strategy.py`) determine what is sent in one optimizer step:
 
     nothing (replicated)                   gradients are all-reduced at the end of the step
     the state (zero1)                      parameters are gathered before it, gradients reduce-scattered at its end
@@ -11,11 +11,11 @@ Unrolled layers, with one micro-batch, are gathered when they run under zero1 an
 pass, and zero1 then sums their gradients as zero2 does.
 
 Only rows of a token table are ever sent. Devices of a tensor group have the same rows and different
-heads: their communication is in the layers (`nn/shard.py: spread, summed`). Everything else in a
+heads: their communication is in the layers (`shard.py: spread, summed`). Everything else in a
 tensor group, including gradients, has the same value on all its devices: jax's types, which record over which axes a
 value varies, guarantee it.
 
-Read next: `nn/shard.py`, then `step.py`.
+Read next: `shard.py`, then `training/step.py`.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from openpi_train.nn.params import Params, gatherings, merge_module
-from openpi_train.nn.shard import Gathering, Shard, is_shard, whole
-from openpi_train.sharding.mesh import AXES, FSDP, REPLICA, REPLICATED
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import AXES, FSDP, REPLICA, REPLICATED
+from openpi_train.parallel.params import Params, gatherings, merge_module
+from openpi_train.parallel.shard import Gathering, Shard, is_shard, whole
+from openpi_train.parallel.strategy import Plan
 
 # (parameters by path, whole or as shards; a device's rows; the rest) -> this device's share of the result.
 Function = Callable[[Mapping[str, Any], Any, Any], Any]

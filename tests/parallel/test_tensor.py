@@ -16,10 +16,10 @@ from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.optim import SGD, Adafactor, AdamW, LRSchedule, Muon
+from openpi_train.parallel.mesh import FSDP, TENSOR, make_mesh, planned_mesh
+from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_bytes, tensor_bytes
-from openpi_train.sharding.mesh import FSDP, TENSOR, make_mesh, planned_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.init import create_state, lay_out
 from openpi_train.training.prepare import policy_costs, whole_layout
 from openpi_train.types import action_batch, flatten_rows

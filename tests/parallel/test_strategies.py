@@ -19,15 +19,15 @@ from flax import nnx
 
 from openpi_train import cli
 from openpi_train.launch.processes import free_port
-from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.params import mark_unrolled, merge_module, module_params
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.mesh import FSDP, REPLICA, make_mesh
+from openpi_train.parallel.params import mark_unrolled, merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_by_axes, formula_bytes
-from openpi_train.sharding.mesh import FSDP, REPLICA, make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
-from openpi_train.training.devices import Devices
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 The latter is used if moments or the average are in host memory between steps (`--sharding.offload`). The arrays of a
 parameter are then fetched, updated and written back. A fetch starts when those of the last but one parameter have been
 written back: copies in both directions overlap with the update between them, and a device never holds the moments of
-more than two large parameters. Read next: `sharding/strategy.py: Plan.between_steps`, which decides the placement.
+more than two large parameters. Read next: `strategy.py: Plan.between_steps`, which decides the placement.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ import optax
 from jax.extend.core import ClosedJaxpr, Literal
 from jaxtyping import Array, Bool
 
-from openpi_train.nn.params import Params
 from openpi_train.optim import EmaWarmup
-from openpi_train.sharding.strategy import DEVICE_MEMORY, HOST_MEMORY, Plan
-from openpi_train.training.state import TrainState
+from openpi_train.parallel.params import Params
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import DEVICE_MEMORY, HOST_MEMORY, Plan
 
 _FIELDS = ("params", "opt_state", "ema")  # of the state: what an update changes
 
