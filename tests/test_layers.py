@@ -20,7 +20,7 @@ ROWS = (
     {"data", "sampling"},
     {"models"},
     {"objectives", "interop", "generation"},
-    {"evaluation"},
+    {"evaluation", "checkpoints"},
     {"practice"},
     {"experiment"},
     {"choice"},

@@ -1,7 +1,7 @@
 """Reader and writer of this project's own checkpoints: a step's directory, or a run's, whose newest step is used.
 
 The layout of parameters is openpi's, so any reader of openpi's checkpoints reads them too; beside them are `meta.json`
-and `manifest.json`. Training saves and restores with other code (`training/checkpoints/checkpoint_store.py`).
+and `manifest.json`. Training saves and restores with other code (`checkpoints/checkpoint_store.py`).
 """
 
 import dataclasses

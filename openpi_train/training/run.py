@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.best import held_out_loss, lowest_loss
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.data.files import write_json
 from openpi_train.data.interface import Feed, OpenedData
 from openpi_train.experiment import Experiment
@@ -23,9 +26,7 @@ from openpi_train.runtime import agree, garbage, phases, preempt, session
 from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
-from openpi_train.training import crash_loop, fencing
-from openpi_train.training.best import held_out_loss, lowest_loss
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training import crash_loop
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.device_speed import DeviceSpeed

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints.best import held_out_loss
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.data.feed import differences, rows_of
 from openpi_train.data.files import write_json
 from openpi_train.data.interface import Feed, OpenedData
@@ -32,8 +34,6 @@ from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
-from openpi_train.training.best import held_out_loss
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.device_speed import DeviceSpeed
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator

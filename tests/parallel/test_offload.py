@@ -12,14 +12,14 @@ import toy
 from checkpoint_process import SAVED_WITH
 from trainers import make_evaluator
 
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.checkpoints.layout import leaves_by_item, state_from_items
+from openpi_train.checkpoints.pieces import fetch, place
 from openpi_train.optim import OPTIMIZERS, EmaWarmup, LRSchedule
 from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.planning.memory import DoesNotFit, predict, require_host
 from openpi_train.planning.traffic import collectives
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.checkpoints.layout import leaves_by_item, state_from_items
-from openpi_train.training.checkpoints.pieces import fetch, place
 from openpi_train.training.init import create_state, lay_out
 from openpi_train.training.prepare import check_host_memory
 

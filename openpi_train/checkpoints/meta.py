@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from openpi_train.checkpoints.layout import Leaves, describe
 from openpi_train.data.files import write_bytes, write_json
-from openpi_train.training.checkpoints.layout import Leaves, describe
-from openpi_train.training.rundir import package_versions
+from openpi_train.runtime.versions import package_versions
 
 
 def make_meta(

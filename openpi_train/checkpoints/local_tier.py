@@ -22,15 +22,14 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints import fencing, local_files
+from openpi_train.checkpoints.copy_out import PieceSource
+from openpi_train.checkpoints.layout import Leaves
+from openpi_train.checkpoints.local_files import DamagedError
+from openpi_train.checkpoints.pieces import Pieces, describe_pieces, fetch
 from openpi_train.data.files import write_text
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training import fencing
-from openpi_train.training.checkpoints import local_files
-from openpi_train.training.checkpoints.copy_out import PieceSource
-from openpi_train.training.checkpoints.layout import Leaves
-from openpi_train.training.checkpoints.local_files import DamagedError
-from openpi_train.training.checkpoints.pieces import Pieces, describe_pieces, fetch
 
 logger = logging.getLogger(__name__)
 

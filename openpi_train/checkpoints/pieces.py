@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from openpi_train.checkpoints.layout import Leaves
 from openpi_train.runtime.device_limits import host_available_bytes
-from openpi_train.training.checkpoints.layout import Leaves
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,22 @@ from typing import Any, NoReturn
 
 import jax
 
+from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.best import Best
+from openpi_train.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
+from openpi_train.checkpoints.layout import (
+    Leaves,
+    PublicName,
+    check_same_leaves,
+    describe,
+    leaves_by_item,
+    size_bytes,
+    state_from_items,
+)
+from openpi_train.checkpoints.local_tier import LocalTier
+from openpi_train.checkpoints.meta import check_asset_ids, make_meta, write_beside
+from openpi_train.checkpoints.pieces import fetch_share, place
+from openpi_train.checkpoints.step_dirs import StepDirs, complete_steps
 from openpi_train.data.files import read_json
 from openpi_train.interop.manifest import Sums, find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
@@ -51,22 +67,6 @@ from openpi_train.runtime.exits import (
     reported_as,
 )
 from openpi_train.runtime.passing_errors import is_storage_fault, patiently
-from openpi_train.training import fencing
-from openpi_train.training.best import Best
-from openpi_train.training.checkpoints.copy_out import ArrayWriter, PieceSource, background_thread, host_arrays
-from openpi_train.training.checkpoints.layout import (
-    Leaves,
-    PublicName,
-    check_same_leaves,
-    describe,
-    leaves_by_item,
-    size_bytes,
-    state_from_items,
-)
-from openpi_train.training.checkpoints.local_tier import LocalTier
-from openpi_train.training.checkpoints.meta import check_asset_ids, make_meta, write_beside
-from openpi_train.training.checkpoints.pieces import fetch_share, place
-from openpi_train.training.checkpoints.step_dirs import StepDirs, complete_steps
 
 logger = logging.getLogger(__name__)
 

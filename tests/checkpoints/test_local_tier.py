@@ -20,15 +20,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from openpi_train_configs.debug import debug
 from stored_arrays import stored_arrays
 
+from openpi_train.checkpoints import checkpoint_store, copy_out, fencing, local_files, local_tier
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
 from openpi_train.experiment import LocalCheckpoints
 from openpi_train.interop.manifest import find_damage
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import StorageError, UsageError
-from openpi_train.training import fencing
-from openpi_train.training.checkpoints import checkpoint_store, copy_out, local_files, local_tier
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.checkpoints.pieces import describe_pieces, dtype_and_shape, fetch, fetch_share, place, writes
 
 LOCALLY = {name: value for name, value in SAVED_WITH.items() if name != "norm_stats"}
 
@@ -304,8 +303,9 @@ sys.path[:0] = [{tests!r}]
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from checkpoint_process import SAVED_WITH, make_state
-from openpi_train.training.checkpoints import copy_out, local_files
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.checkpoints import copy_out
+from openpi_train.checkpoints import local_files
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 
 checkpoints = Checkpoints({run!r}, local_directory={disk!r})
 checkpoints.save(make_state(1), **SAVED_WITH)
@@ -348,7 +348,7 @@ sys.path[:0] = [{tests!r}]
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(

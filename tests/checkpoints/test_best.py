@@ -12,11 +12,11 @@ import pytest
 from checkpoint_process import SAVED_WITH, make_state
 from openpi_train_configs.debug import debug
 
+from openpi_train.checkpoints.best import Best, lowest_loss
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.checkpoints.step_dirs import StepDirs
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.strategy import Plan
-from openpi_train.training.best import Best, lowest_loss
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.checkpoints.step_dirs import StepDirs
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.metrics import JsonLines, read_evaluations
 from openpi_train.training.results import write_results

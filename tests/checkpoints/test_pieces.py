@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.training.checkpoints import pieces
+from openpi_train.checkpoints import pieces
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.best import Best
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.interop.manifest import has_manifest
 from openpi_train.runtime.exits import StorageError
 from openpi_train.runtime.passing_errors import patiently
-from openpi_train.training import fencing
-from openpi_train.training.best import Best
 
 logger = logging.getLogger(__name__)
 

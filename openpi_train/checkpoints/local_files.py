@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.checkpoints.pieces import Pieces, dtype_and_shape
 from openpi_train.data.files import write_text
-from openpi_train.training.checkpoints.pieces import Pieces, dtype_and_shape
 
 _PIECES, _RECORD = "pieces.bin", "record.json"
 _ALIGNMENT_BYTES = 64  # what numpy and tensorstore read fastest

@@ -4,7 +4,7 @@ Each start increases the number in `<run>/.generation`, a fencing token. Before 
 is read again: other contents than our own mean that a newer start has the run. Unlike a lock it holds where a file
 system has no locks (`flock` fails on some mounts of Lustre and NFS) or has lost them, and when a process wakes up that
 everybody believed dead. Process 0 claims, and asks for what all share. Where each process commits
-and deletes on a disk of its own, it asks, too (`local_tier.py`). Read next: `run_lock.py`.
+and deletes on a disk of its own, it asks, too (`local_tier.py`). Read next: `training/run_lock.py`.
 """
 
 import os

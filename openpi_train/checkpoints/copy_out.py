@@ -21,10 +21,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from openpi_train.checkpoints.layout import Leaves
+from openpi_train.checkpoints.pieces import Pieces, by_name, piece_name, writes
 from openpi_train.interop.manifest import Sums, sums
 from openpi_train.parallel.params import nested_params
-from openpi_train.training.checkpoints.layout import Leaves
-from openpi_train.training.checkpoints.pieces import Pieces, by_name, piece_name, writes
 
 _NICENESS = 10
 # Where in an item a process writes its arrays.

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.step_dirs import StepDirs
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import StorageError, UsageError
-from openpi_train.training import fencing
-from openpi_train.training.checkpoints.step_dirs import StepDirs
 
 # A start of the run on a disk without locks. It does each word that it reads, and says how that went.
 WRITER = """
@@ -22,7 +22,7 @@ def flock(*_):
 fcntl.flock = flock
 from openpi_train.runtime.exits import RunError
 from openpi_train.training import run_lock
-from openpi_train.training.checkpoints.step_dirs import StepDirs
+from openpi_train.checkpoints.step_dirs import StepDirs
 from openpi_train.training.metrics import Metrics
 run_lock.hold(directory)
 dirs = StepDirs(directory, keep_last=1, keep_period=None)
@@ -49,7 +49,7 @@ for word in sys.stdin:
 CLAIM = """
 import pathlib, sys
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training import fencing
+from openpi_train.checkpoints import fencing
 for deed in (fencing.claim, fencing.require_owned):
     print("ready", flush=True)
     sys.stdin.readline()

@@ -1,6 +1,6 @@
 """Which evaluation of a run is the best: the one with the lowest held-out loss.
 
-Read next: `run.py`, `checkpoints/step_dirs.py`.
+Read next: `training/run.py`, `step_dirs.py`.
 """
 
 import dataclasses
