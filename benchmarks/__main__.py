@@ -40,13 +40,14 @@ BENCHMARKS = {
 }
 
 USAGE_TEXT = """\
-usage: python -m benchmarks [NAME ...] [--quick] [--json FILE] [flags of the one NAME]
+usage: python -m benchmarks [NAME ...] [--quick] [--json FILE] [--record FILE] [flags of the one NAME]
 
 Measure speed, all or the named ones, and print tables of medians (lowest to highest):
 {names}
 
   --quick       a few repetitions at reduced size, only to check that everything runs
   --json FILE   also write every sample to FILE
+  --record FILE also write the tables to FILE, as the docs show them (benchmarks/results/NAME.md)
   NAME --help   flags of one benchmark, such as step_time --experiment pi0_bridge_traj --batch-size 32
 """
 
@@ -63,9 +64,11 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise UsageError(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    json_file = _take_json(flags)
+    json_file, record = _take_file(flags, "--json"), _take_file(flags, "--record")
     if len(names) != 1 and set(flags) - {"--quick"}:
-        raise UsageError(f"{' '.join(flags)}: flags beside --quick and --json need exactly one benchmark's name")
+        raise UsageError(
+            f"{' '.join(flags)}: flags beside --quick, --json and --record need exactly one benchmark's name"
+        )
     if {"-h", "--help"} & set(flags):
         importlib.import_module(f"benchmarks.{names[0]}").parse(flags)
     _start()
@@ -86,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if json_file:
         report.write_json(json_file, facts, tables)
+    if record:
+        report.write_record(record, facts, tables)
     for failure in (failures := [table.failure for table in tables if table.failure]):
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -104,15 +109,15 @@ def _lack(name: str) -> str:
     return "a GPU, and jax finds none here; --quick only checks that it runs"
 
 
-def _take_json(flags: list[str]) -> Path | None:
-    """Remove `--json FILE` from `flags`."""
-    if "--json" not in flags:
+def _take_file(flags: list[str], option: str) -> Path | None:
+    """Remove `--json FILE`, or another such option, from `flags`."""
+    if option not in flags:
         return None
-    place = flags.index("--json")
+    place = flags.index(option)
     if place + 1 == len(flags):
         from openpi_train.runtime.exits import UsageError
 
-        raise UsageError("--json needs the name of a file")
+        raise UsageError(f"{option} needs the name of a file")
     return Path([flags.pop(place), flags.pop(place)][1])
 
 

@@ -127,6 +127,15 @@ def write_json(path: Path, facts: Mapping[str, str], tables: Iterable[Table]) ->
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def write_record(path: Path, facts: Mapping[str, str], tables: Iterable[Table]) -> None:
+    """Write a result as the docs show it (`benchmarks/results/`): its source on top, then the tables."""
+    hardware = facts["cpu"] if facts["devices"].endswith("x cpu") else facts["devices"]
+    source = {"date": facts["date"][:10], "commit": facts["commit"], "command": facts["command"], "hardware": hardware}
+    top = "".join(f"{name}: {json.dumps(value)}\n" for name, value in source.items())
+    body = "\n".join(table.markdown().replace("### ", "# ", 1) for table in tables)
+    path.write_text(f"---\n{top}---\n\n{body}\n(load {facts['load']}, {facts['versions']})\n")
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

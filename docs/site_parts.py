@@ -1,4 +1,4 @@
-"""What the site has beyond its pages: the list of files, and comments above fields as their descriptions.
+"""What the site has beyond its pages: the list of files, results of benchmarks, comments above fields as descriptions.
 
 `mkdocs.yml` names both: as a hook of mkdocs, and as an extension of griffe, which reads the docstrings.
 """
@@ -9,14 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("openpi_train", "configs", "benchmarks")
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def on_files(files: Files, config, **_) -> Files:
+    """mkdocs' hook: each result of a benchmark is a page."""
+    for result in sorted(RESULTS.glob("*.md")):
+        files.append(File.generated(config, f"results/{result.name}", abs_src_path=str(result)))
+    return files
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """mkdocs' hook: the page of files gets its list."""
-    return f"{markdown}\n{files()}" if page.file.src_uri == "files.md" else markdown
+    """mkdocs' hook: the page of files gets its list; links between docs and results, and the source of a result."""
+    if page.file.src_uri == "files.md":
+        return f"{markdown}\n{files()}"
+    if page.file.src_uri.startswith("results/"):
+        source = f"{page.meta['date']}, {page.meta['hardware']}, commit {page.meta['commit']}: `{page.meta['command']}`"
+        return markdown.replace("](../../docs/", "](../") + f"\n\n{source}\n"
+    return markdown.replace("](../benchmarks/results/", "](results/")
 
 
 def files() -> str:

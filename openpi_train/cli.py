@@ -13,7 +13,16 @@ from openpi_train.experiment_flags import parse_experiment, wants_help, with_fla
 from openpi_train.launch import ahead_of_start
 from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
-from openpi_train.runtime.exits import INTERRUPTED, USAGE, DataError, RunError, UsageError, reported_as, run_guarded
+from openpi_train.runtime.exits import (
+    INTERRUPTED,
+    USAGE,
+    DataError,
+    RunError,
+    UsageError,
+    kind_for,
+    reported_as,
+    run_guarded,
+)
 from openpi_train.train_verbs import TRAINING, posttrain, resume, ript, train, train_by_hydra, vla, wants_hydra
 
 if TYPE_CHECKING:
@@ -58,7 +67,7 @@ def _reported(command: Callable[[], int], argv: Sequence[str]) -> int:
         if isinstance(error, BrokenPipeError) and is_closed():
             raise  # for `quietly`
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, RunError) else USAGE
+        return kind_for(error, UsageError).exit_code if not isinstance(error, RunError) else error.exit_code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED

@@ -7,13 +7,14 @@ import dataclasses
 import importlib
 import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
 from openpi_train.launch import ahead_of_start
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import run_guarded
+from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.world import WorldFlags, find_world
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from openpi_train.experiment import Experiment
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 TRAINING = ("resume", "posttrain", "ript", "vla")
 # They name a config of Hydra's, at any place of a command line (`doors/hydra_overrides.py`).
@@ -40,8 +43,8 @@ def train(name: str, argv: Sequence[str]) -> int:
     if not wants_help(rest):  # process 0 logs the experiment that the dataset selects, and DeepSpeed's file
         index = find_world(process, os.environ).process_index
         logs.configure(index)
-        name = resume_run.of_several(name, rest)
-    experiment = parse_experiment(name, rest)
+        name = _read(lambda: resume_run.of_several(name, rest))
+    experiment = _read(lambda: parse_experiment(name, rest))
     if index == 0:
         edited_experiment.tell_edits(experiment, typed)
     return _run(experiment, process)
@@ -58,8 +61,9 @@ def resume(argv: Sequence[str]) -> int:
     logs.configure(index)
     from openpi_train.tools import edited_experiment, resume_run
 
-    request, rest = resume_run.where_it_began(request, rest)
-    experiment = with_flags(resume_run.experiment_of(request), rest, "resume", "The experiment of a run.", goes_on=True)
+    request, rest = _read(lambda: resume_run.where_it_began(request, rest))
+    recorded = _read(lambda: resume_run.experiment_of(request))
+    experiment = with_flags(recorded, rest, "resume", "The experiment of a run.", goes_on=True)
     if index == 0:
         edited_experiment.tell_edits(experiment, typed)
     return _run(experiment, process)
@@ -106,7 +110,7 @@ def posttrain(argv: Sequence[str]) -> int:
     from openpi_train.doors.posttraining import posttrain as tool
 
     if request.mode == "train":
-        return _run(_of_yaml("posttrain", request, rest), process)
+        return _run(_read(lambda: _of_yaml("posttrain", request, rest)), process)
     algorithms = tool.algorithms_of(request)
     if ahead_of_start.devices() is not None:
         return 0
@@ -120,7 +124,7 @@ def ript(argv: Sequence[str]) -> int:
     from openpi_train.doors.door_requests import RiptRequest
 
     request, process, rest = _asked("ript", RiptRequest, argv)
-    return _run(_of_yaml("ript", request, rest), process)
+    return _run(_read(lambda: _of_yaml("ript", request, rest)), process)
 
 
 def vla(argv: Sequence[str]) -> int:
@@ -128,7 +132,7 @@ def vla(argv: Sequence[str]) -> int:
     from openpi_train.doors.door_requests import VlaRequest
 
     request, process, rest = _asked("vla", VlaRequest, argv)
-    return _run(_of_yaml("vla", request, rest), process)
+    return _run(_read(lambda: _of_yaml("vla", request, rest)), process)
 
 
 def _asked(verb: str, kind: Any, argv: Sequence[str]) -> tuple[Any, "TrainFlags", list[str]]:
@@ -144,6 +148,11 @@ def _of_yaml(verb: str, request: Any, rest: Sequence[str]) -> "Experiment":
     """What the verb's module in `doors` makes of its request, with the flags that are left."""
     default, words = importlib.import_module(f"openpi_train.doors.{_MODULES[verb]}").experiment_of(request, rest)
     return with_flags(default, words, verb, "The experiment of a YAML config.")
+
+
+def _read(what: Callable[[], Result]) -> Result:
+    """What comes of reading files of a run or a config, on a file system that may fail for a moment."""
+    return patiently(what, "reading what to train")
 
 
 def _run(experiment: "Experiment", process: "TrainFlags") -> int:

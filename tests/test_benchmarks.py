@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 from benchmarks import __main__ as program
@@ -33,6 +34,7 @@ from benchmarks import (
     steps,
 )
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.report import Table, write_record
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.runtime.device_kinds import find_kind
@@ -347,6 +349,25 @@ ENTRY %m (a: f32[1048576]) -> f32[1048576] {
         ["all", "", 2.5, pytest.approx(6.5)],
     ]
     assert rows[0][4:] == pytest.approx([bound_ms, 4 / bound_ms, 4 - bound_ms])
+
+
+def test_a_recorded_result_names_its_source_on_top(tmp_path):
+    facts = {
+        "date": "2026-11-29 15:00 UTC",
+        "devices": "1 x cpu",
+        "cpu": "A CPU, 2 cores",
+        "load": "0.10 before the start",
+    }
+    facts |= {"versions": "jax 0.10.2", "commit": "1234567", "command": "python -m benchmarks feed --path 'a b'"}
+    write_record(tmp_path / "feed.md", facts, [Table("Feed: rows", ["a", "b"], [[1, None]], ["A note."])])
+    _, top, body = (tmp_path / "feed.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(top) == {
+        "date": "2026-11-29",
+        "commit": "1234567",
+        "command": facts["command"],
+        "hardware": facts["cpu"],
+    }
+    assert body.startswith("\n# Feed: rows\n\n| a | b |\n|---|---|\n| 1 | - |\n\nA note.\n")
 
 
 def test_every_benchmark_is_listed():

@@ -1,8 +1,9 @@
 """Every measured figure that is written down names the command that gives it, and a commit that this repository has.
 
 Durations, rates and the usual ways of telling a ratio, memory or success are found by their words, all else by the date
-of its measuring. There is one way of citing: "commit
-1234567" is ours, and OTHERS lists other projects' commits. A passage may also point to docs/benchmarks.md for both.
+of its measuring. There is one way of citing: "commit 1234567" is ours, and OTHERS lists other projects' commits. A
+passage may also point to docs/benchmarks.md for both. Results of benchmarks (`benchmarks/results/`) name date, commit,
+command and hardware on top.
 """
 
 import functools
@@ -11,8 +12,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [file for name in ("openpi_train", "configs", "benchmarks") for file in sorted((ROOT / name).rglob("*.py"))]
 
@@ -79,15 +82,10 @@ def complaints(text: str) -> list[str]:
     return found
 
 
-def result_complaints(text: str) -> list[str]:
-    """Tables of docs/benchmarks.md that name no benchmark's command or no commit, by their titles."""
-    before, *sections = re.split(r"^\*\*(.+)\*\*$", text.split("\n## Results\n", 1)[1], flags=re.MULTILINE)
-    found = ["a table stands before the first title"] if "\n|" in before else []
-    for title, section in zip(sections[::2], sections[1::2], strict=True):
-        own = section.split("\n#")[0]
-        missing = [name for name, sign in {"a commit": CITED, "a command": COMMAND}.items() if not sign.search(own)]
-        found += [f"{title}: {what} is missing" for what in missing if "\n|" in own]
-    return found
+def sources_of_results() -> dict[str, dict[str, str]]:
+    """What stands on top of each result of a benchmark, by file."""
+    tops = {file.name: file.read_text().split("---\n")[1] for file in RESULTS}
+    return {name: {key: str(value) for key, value in yaml.safe_load(top).items()} for name, top in tops.items()}
 
 
 @functools.cache
@@ -112,10 +110,14 @@ def test_every_measured_figure_names_its_command_and_its_commit():
     assert not found, "\n".join(found)
 
 
-def test_every_table_of_results_names_its_command_and_its_commit():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert len(re.findall(r"^\*\*.+\*\*$", text, re.MULTILINE)) > 5
-    assert not result_complaints(text)
+def test_every_result_names_its_source():
+    assert len(RESULTS) > 30
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert [file.name for file in RESULTS if f"results/{file.name})" not in page] == []
+    for name, source in sources_of_results().items():
+        assert set(source) == {"date", "commit", "command", "hardware"}, name
+        assert DATE.fullmatch(source["date"]) and HASH.match(source["commit"]), name
+        assert re.match(r"(python -m|make) \w", source["command"]), name
 
 
 def test_every_cited_commit_is_in_the_history():
@@ -126,6 +128,7 @@ def test_every_cited_commit_is_in_the_history():
     if not whole:
         pytest.skip("this checkout has no whole git history")
     cited = {(commit, name) for name, text in texts().items() for commit in CITED.findall(text)}
+    cited |= {(source["commit"].split()[0], name) for name, source in sources_of_results().items()}
     assert len(cited) > 10
     assert not [f"{name}: {commit}" for commit, name in sorted(cited) if not is_known(commit)]
     assert not is_known("0" * 12)
@@ -187,11 +190,3 @@ def test_a_bare_hash_is_found_and_so_is_one_in_code():
         "a commit is missing",
         "a command is missing",
     ]
-
-
-def test_a_table_of_results_without_a_source_is_found():
-    good = "\n## Results\n\n### Here\n\n**One**\n\n| a |\n| 1 |\n\n(commit 1234567, `make bench`)\n"
-    bad = "\n**Two: so**\n\n| a |\n| 1 |\n\n(2 cores; command `python -m benchmarks feed`)\n\n### There\n\nNothing.\n"
-    assert not result_complaints(good)
-    assert result_complaints(good + bad) == ["Two: so: a commit is missing"]
-    assert result_complaints("\n## Results\n\n| a |\n" + good.split("### Here\n")[1])

@@ -34,6 +34,8 @@ _TIMEOUTS = ("--timeouts.lost-s", "15", "--timeouts.stuck-s", "30")
 _LIMIT_S = 400.0
 _POLL_S = 0.1
 _AWAY_S = 20.0
+# How long before its time is up the job is told to stop; Slurm counts in minutes, and may do so a minute too soon.
+_STOP_BEFORE_S = 30
 # What the job's script says at the end of a start.
 _ENDED = re.compile(r"start \d+: exit code (\d+), ")
 _GPU_FAULT = "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
@@ -47,7 +49,8 @@ class Job:
         self.directory = folder / "disturbed" / "runs" / _DRILLED.name / "x"
         self.armed = Armed(folder / "faults")
         options = ["--nodes", 1, "--gpus-per-node", 2, "--devices-per-process", 1, "--job-name", "drill", "--no-check"]
-        options += ["--output-dir", folder, "--max-restarts", 30, "--submit", "--env", "MASTER_ADDR={host}"]
+        options += ["--output-dir", folder, "--max-restarts", 30, "--stop-before-s", _STOP_BEFORE_S, "--submit"]
+        options += ["--env", "MASTER_ADDR={host}"]
         options += ["--env", f"PYTHONPATH={INSIDE}", "--env", f"DRILL_FAULTS={self.armed.folder}"]
         words = [*_DRILLED.words, *_TIMEOUTS, "--num-train-steps", "1000000", *places(folder / "disturbed")]
         done = subprocess.run(
@@ -172,7 +175,8 @@ def suspend(job: Job) -> None:
 def time_limit(job: Job) -> None:
     """The job's time is up: Slurm tells it ahead. Its next start has time again."""
     began = job.output().count("exit code")
-    job.cluster.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
+    hours, minutes, _ = job.state()["RunTime"].split(":")
+    job.cluster.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={60 * int(hours) + int(minutes) + 2}")
     job.wait(lambda: job.output().count("exit code") > began, "the time limit did not end the start")
     job.cluster.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=UNLIMITED")
 

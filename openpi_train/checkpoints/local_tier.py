@@ -29,10 +29,13 @@ from openpi_train.checkpoints.local_files import DamagedError
 from openpi_train.checkpoints.pieces import Pieces, describe_pieces, fetch
 from openpi_train.data.files import write_text
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import HardwareError, StorageError, UsageError
+from openpi_train.runtime.passing_errors import patiently
 
 logger = logging.getLogger(__name__)
 
+# A host's own disk has no failover.
+_OPEN_S = 20.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -55,6 +58,7 @@ class LocalTier:
 
     Raises:
         UsageError: on every process; a directory cannot be used, or several hosts see the same one.
+        HardwareError: this host's disk fails; StorageError: another one's does.
     """
 
     def __init__(self, directory: str | Path, run_directory: Path):
@@ -236,13 +240,20 @@ class LocalTier:
                 _remove(path)
 
     def _open(self, directory: Path) -> list[list[str]]:
-        """Create this process's folder and check that no other host sees it; returns each process's host, and its
-        name."""
-        word, name, problem = f"{secrets.token_hex(8)}.mark", platform.node(), ""
-        try:
+        """Create this process's folder and check that no other host sees it; returns each process's host, and its name.
+
+        Raises what the class says.
+        """
+        word, name, problem, is_broken = f"{secrets.token_hex(8)}.mark", platform.node(), "", False
+
+        def make() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / word).touch()
-        except OSError as error:
+
+        try:
+            patiently(make, f"writing to {self._folder}", limit_s=_OPEN_S)
+        except (OSError, StorageError) as error:
+            is_broken = isinstance(error, StorageError)
             problem = f"--local-checkpoints.dir {directory} cannot be used by process {self._index} on {name} ({error})"
         everyone = agree.gather("open the local directories", [_host(), name, word])
         for index, (host, other, mark) in enumerate(everyone):
@@ -251,11 +262,13 @@ class LocalTier:
                     f"--local-checkpoints.dir {directory} is one directory for {other} and {name}; it must lie on a "
                     "disk of each host's own. Leave it out where hosts have none: the run directory is enough"
                 )
-        problems = [text for text in agree.gather("local directories are apart", problem) if text]
+        found = agree.gather("local directories are apart", [problem, is_broken])
         with contextlib.suppress(OSError):  # what is in the way has been said
             (self._folder / word).unlink()
-        if problems:
-            raise UsageError(problems[0])
+        for text, other_is_broken in found:
+            if text:
+                broken = HardwareError if text == problem else StorageError
+                raise (broken if other_is_broken else UsageError)(text)
         return [[host, name] for host, name, _ in everyone]
 
 

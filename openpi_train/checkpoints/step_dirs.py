@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Orbax writes `<step>.saving.orbax-checkpoint-tmp`, before version 0.2 `<step>.orbax-checkpoint-tmp`.
 _LEFT_OVER = re.compile(r"\d+\.(saving.*|orbax-checkpoint-tmp.*|deleting)")
+# The next save makes links, too, but there is none after the last.
+_LINKS_S = 10.0
 # Checkpoints that are of no use any more once a later one is complete.
 _USELESS = re.compile(r"(\d+)\.(?:damaged|interrupted|passed-over)-.*")
 
@@ -77,7 +79,7 @@ class StepDirs:
         """Record a step's validation metric, and link the step as the best if it is complete and the lowest."""
         with self._lock, _tried("noting the best checkpoint"):
             self._metrics[step] = float(value)
-            self._update_best(step)
+            patiently(lambda: self._update_best(step), "noting the best checkpoint", limit_s=_LINKS_S)
 
     def commit(self, step: int) -> None:
         """Give the complete draft of the step its name."""
@@ -89,8 +91,8 @@ class StepDirs:
         """Link the step as the latest, and as the best if it is, and delete checkpoints that are not kept."""
         with self._lock, _tried("linking and deleting checkpoints"):
             fencing.require_owned(self.directory)
-            self.link_latest()
-            self._update_best(step)
+            patiently(self.link_latest, "linking `latest`", limit_s=_LINKS_S)
+            patiently(lambda: self._update_best(step), "linking `best`", limit_s=_LINKS_S)
             for path in self.directory.iterdir():
                 useless = _USELESS.fullmatch(path.name)
                 if useless and int(useless[1]) <= step:

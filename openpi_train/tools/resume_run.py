@@ -16,6 +16,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.policy.experiment_json import experiment_from_json, recorded_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.system_errors import passes
 from openpi_train.tools.requests import ResumeRequest
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,9 @@ def _last_start(run: Path) -> tuple[str, Path]:
     try:
         start = read_json(run / "environment.json")["starts"][-1]
         return ([*start["argv"][1:], ""])[0], Path(start["directory"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        if passes(error):
+            raise
         return "", Path.cwd()
 
 

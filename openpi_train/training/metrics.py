@@ -114,10 +114,9 @@ class JsonLines:
     def __init__(self, path: pathlib.Path, resume_step: int = 0, unwritten: Sequence[str] = ()):
         self.unwritten: list[str] = []
         with reported_as(CheckpointError):
-            if path.exists():
-                _cut_after(path, resume_step or -1)
+            patiently(lambda: _cut_after(path, resume_step or -1), f"reading {path}")
             self._file = PatientFile(path)
-            last = [line.decode() for _, line in itertools.islice(lines_from_the_end(path), len(unwritten))]
+            last = patiently(lambda: _last_lines(path, len(unwritten)), f"reading {path}")
         for line in unwritten:
             if line not in last:
                 self._append(line)
@@ -301,11 +300,17 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) else value
 
 
+def _last_lines(path: pathlib.Path, count: int) -> list[str]:
+    return [line.decode() for _, line in itertools.islice(lines_from_the_end(path), count)]
+
+
 def _cut_after(path: pathlib.Path, step: int) -> None:
     """Move the lines of steps after `step`, and a torn last line, to `<stem>.superseded.jsonl`.
 
     Lines are in the order of their steps, so that only these, at the end, are read.
     """
+    if not path.exists():
+        return
     cut, kept_bytes, is_torn = [], 0, False
     for place, line in lines_from_the_end(path):
         if _step_of(line) <= step:

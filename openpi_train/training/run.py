@@ -258,19 +258,19 @@ class Run:
     def save(self, step: int, state: TrainState, *, is_last: bool = False) -> bool:
         """Start saving a checkpoint; False if that, or the save before it, has failed, with a warning.
 
-        A run that stops (`is_last`), and one of which several saves in a row have failed, end with the error.
+        A run that stops (`is_last`) ends with the error of this save, another one if several have failed in a row.
         """
         try:
             if self.checkpoints.finish_former():
                 self.failed_saves = 0
         except (CheckpointError, StorageError) as error:
-            self._go_on_without(error, is_last=is_last)
+            self._go_on_without(error, ends_run=not is_last and self.failed_saves + 1 >= _MOST_FAILED_SAVES)
         try:
             stall_s = self.checkpoints.save(
                 state, norm_stats=self.data.norm_stats_json(), files=self.data.token_files, **self._saved_with()
             )
         except (CheckpointError, StorageError) as error:  # on every process
-            self._go_on_without(error, is_last=is_last)
+            self._go_on_without(error, ends_run=is_last or self.failed_saves + 1 >= _MOST_FAILED_SAVES)
             return False
         if self._is_careful():
             self.checkpoints.wait()
@@ -282,11 +282,11 @@ class Run:
         self._account(step)
         return True
 
-    def _go_on_without(self, error: RunError, *, is_last: bool) -> None:
-        """Warn of a failed save, or raise its error if there were too many in a row, or if it is the last."""
-        self.failed_saves += 1
-        if is_last or self.failed_saves >= _MOST_FAILED_SAVES:
+    def _go_on_without(self, error: RunError, *, ends_run: bool) -> None:
+        """Count a failed save, and warn of it or raise its error."""
+        if ends_run:
             raise error
+        self.failed_saves += 1
         logger.warning("%s. The run goes on without it; it ends after %d such in a row", error, _MOST_FAILED_SAVES)
 
     @phase("saving locally")

@@ -68,7 +68,8 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         shared_folder=Path(experiment.checkpoint_base_dir),
     )
     if experiment.resume and world.process_index == 0:
-        phases.expect(read_longest(experiment.run_dir))
+        directory = experiment.run_dir
+        phases.expect(patiently(lambda: read_longest(directory), f"reading {directory}"))
     require_devices(experiment)
     with phase("preparing the run", abandonable=True):
         settled = settle(experiment, world)
@@ -139,7 +140,9 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
         patiently(lambda: write_json(directory / "plan.json", settled.prepared.as_json()), f"writing to {directory}")
     recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
     # Process 0 alone reads the file, which grows all the time; which steps are evaluated all must see alike.
-    own = read_evaluations(directory / "metrics.jsonl", int(state.step)) if jax.process_index() == 0 else None
+    own, path = None, directory / "metrics.jsonl"
+    if jax.process_index() == 0:
+        own = patiently(lambda: read_evaluations(path, int(state.step)), f"reading {path}")
     history = agree.broadcast("evaluations so far", own)
     if experiment.resume_from is not None:  # the best may have been a checkpoint that was set aside
         for line in history:

@@ -17,6 +17,7 @@ from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.checkpoints.step_dirs import StepDirs
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.strategy import Plan
+from openpi_train.runtime.exits import StorageError
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.metrics import JsonLines, read_evaluations
 from openpi_train.training.results import write_results
@@ -80,6 +81,21 @@ def go(run, losses):
             run.save(step, state)
     run.checkpoints.wait()
     run._tell_best()
+    run.checkpoints.close()
+
+
+def test_the_last_save_is_tried_whatever_became_of_those_before(tmp_path, caplog):
+    run = run_of(tmp_path, caplog, save_interval=2, interval=100)
+
+    def fail():
+        raise StorageError("saving checkpoint 2 failed")
+
+    run.failed_saves, run.checkpoints.finish_former = 2, fail
+    with pytest.raises(StorageError, match="checkpoint 2 failed"):
+        run.save(4, make_state(4))
+    assert run.save(4, make_state(4), is_last=True)
+    run.checkpoints.wait()
+    assert run.checkpoints.step_dir(4).exists()
     run.checkpoints.close()
 
 

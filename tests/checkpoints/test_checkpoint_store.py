@@ -30,7 +30,7 @@ from openpi_train.launch.processes import free_port
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, HardwareError, PeerLostError, StorageError
 
-PROGRAM = pathlib.Path(__file__).parents[2] / "checkpoint_process.py"
+PROGRAM = pathlib.Path(__file__).parents[1] / "checkpoint_process.py"
 
 
 def publish(path: str) -> str:
@@ -647,6 +647,23 @@ def test_a_clean_up_that_fails_fails_no_save_and_leaves_no_half_checkpoint(tmp_p
     assert not list(tmp_path.glob("*.deleting"))
     assert Checkpoints(tmp_path).restore(abstract(make_state(0)))[1]["step"] == 3
     assert not list(tmp_path.glob("*.damaged-*"))
+
+
+def test_a_link_that_fails_for_a_moment_is_made_all_the_same(tmp_path, monkeypatch):
+    failures = [OSError(5, "Input/output error", "latest"), OSError(116, "Stale file handle", "latest")]
+    link = step_dirs.StepDirs.link_latest
+
+    def fail_at_first(self):
+        if failures:
+            raise failures.pop()
+        link(self)
+
+    monkeypatch.setattr(step_dirs.StepDirs, "link_latest", fail_at_first)
+    monkeypatch.setattr(passing_errors.time, "sleep", lambda seconds: None)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.wait()
+    assert not failures and (tmp_path / "latest").readlink() == pathlib.Path("2")
 
 
 def test_two_parameters_under_one_public_name_are_refused(tmp_path):

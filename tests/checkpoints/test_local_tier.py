@@ -27,7 +27,7 @@ from openpi_train.experiment import LocalCheckpoints
 from openpi_train.interop.manifest import find_damage
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import StorageError, UsageError
+from openpi_train.runtime.exits import HardwareError, StorageError, UsageError
 
 LOCALLY = {name: value for name, value in SAVED_WITH.items() if name != "norm_stats"}
 
@@ -328,8 +328,8 @@ checkpoints.wait()
     ids=["writing the pieces", "before the record", "copying"],
 )
 def test_sigkill_during_a_save_or_its_copy_leaves_nothing_that_is_picked(run, disk, target, newest):
-    code = DIE.format(tests=str(pathlib.Path(__file__).parents[2]), run=str(run), disk=str(disk), target=target)
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[3])}
+    code = DIE.format(tests=str(pathlib.Path(__file__).parents[1]), run=str(run), disk=str(disk), target=target)
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == -9, done.stderr
     assert (folder(disk) / "2").exists()
@@ -382,9 +382,9 @@ jax.distributed.shutdown()
 @pytest.mark.multiprocess
 def test_processes_whose_devices_hold_parts_of_two_replicas_save_and_copy_each_piece(run, disk):
     """Two replicas of three shards over three processes of two devices: the second holds a part of each replica."""
-    tests = str(pathlib.Path(__file__).parents[2])
+    tests = str(pathlib.Path(__file__).parents[1])
     code = SAVE_TOGETHER.format(tests=tests, run=str(run), disk=str(disk), port=free_port())
-    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(index)],
@@ -552,7 +552,7 @@ def test_a_local_directory_that_two_hosts_see_is_refused(run, disk, monkeypatch)
 
     def gather(name, value):
         if name != "open the local directories":
-            return [value, ""]
+            return [value, ["", False]]
         there = disk / "debug" / "x" / "process_1" / "its.mark"
         there.parent.mkdir(parents=True)
         there.touch()
@@ -569,7 +569,7 @@ def test_processes_of_one_host_may_share_a_local_directory(run, disk, monkeypatc
 
     def gather(name, value):
         if name != "open the local directories":
-            return [value, ""]
+            return [value, ["", False]]
         there = disk / "debug" / "x" / "process_1" / "its.mark"
         there.parent.mkdir(parents=True)
         there.touch()
@@ -583,6 +583,24 @@ def test_a_local_directory_that_cannot_be_made_is_refused(run, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--local-checkpoints.dir .*file cannot be used by process 0 on"):
         opened(run, tmp_path / "file")
+
+
+def test_a_local_disk_that_fails_is_its_hosts_hardware(run, tmp_path, monkeypatch):
+    def fail(path, **how):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(local_tier, "_OPEN_S", 0.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(pathlib.Path, "touch", fail)
+        with pytest.raises(HardwareError, match=r"cannot be used by process 0 on .*Input/output error"):
+            opened(run, tmp_path / "here")
+    monkeypatch.setattr(
+        local_tier,
+        "agree",
+        others(lambda name, value: [value, value if name.startswith("open") else ["it fails", True]]),
+    )
+    with pytest.raises(StorageError, match="it fails"):
+        local_tier.LocalTier(tmp_path / "here", run)
 
 
 def test_a_relative_local_directory_and_an_interval_of_0_are_refused():

@@ -1,6 +1,7 @@
 """A run goes on as it was started: what it has recorded, under the flags that are given now."""
 
 import dataclasses
+import errno
 import json
 import logging
 from pathlib import Path
@@ -11,8 +12,12 @@ from posttraining_project import write_project
 from vla_project import write_vla_project
 
 from openpi_train import cli, registry, train_verbs
+from openpi_train.data.files import read_json
 from openpi_train.fields import as_json
-from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.policy import experiment_json
+from openpi_train.runtime import passing_errors
+from openpi_train.runtime.exits import PEER_LOST, CheckpointError, UsageError
+from openpi_train.tools import resume_run
 from openpi_train.tools.requests import ResumeRequest
 from openpi_train.tools.resume_run import experiment_of
 
@@ -54,6 +59,34 @@ def asked(monkeypatch):
         return found.pop()
 
     return ask
+
+
+@pytest.mark.parametrize("words", [["debug", "--resume", "--exp-name", "x"], ["resume", "debug/x"]])
+@pytest.mark.parametrize("file", ["experiment.json", "environment.json"])
+def test_a_record_on_a_disk_that_fails_for_a_moment_is_read_again(asked, tmp_path, monkeypatch, words, file):
+    begun = dataclasses.replace(registry.load("debug"), exp_name="x", checkpoint_base_dir=str(tmp_path), seed=7)
+    recorded(tmp_path, begun)
+    monkeypatch.chdir(tmp_path)
+    left, pauses = [errno.EIO, errno.ESTALE], []
+
+    def read(path):
+        if path.name == file and left:
+            raise OSError(left.pop(), "it fails", str(path))
+        return read_json(path)
+
+    for module in (experiment_json, resume_run):
+        monkeypatch.setattr(module, "read_json", read)
+    monkeypatch.setattr(passing_errors.time, "sleep", pauses.append)
+    assert asked(*words, *(["--checkpoint-base-dir", tmp_path] if words[0] == "debug" else [])).seed == 7
+    assert pauses == ([] if words[0] == "debug" and file == "environment.json" else [1.0, 2.0])
+
+
+def test_a_disk_that_fails_is_no_mistake_on_the_command_line(tmp_path, monkeypatch):
+    def fail(argv):
+        raise OSError(errno.ESTALE, "Stale file handle", "/runs/x/experiment.json")
+
+    monkeypatch.setitem(cli.VERBS, "runs", fail)
+    assert cli.run(["runs"]) == PEER_LOST
 
 
 def test_resume_needs_none_of_the_flags_again(asked, words, tmp_path, caplog):
