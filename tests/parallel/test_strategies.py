@@ -42,7 +42,7 @@ def alone():
 
 def together(processes: int, folder: Path | None = None) -> dict[str, list]:
     """Losses and gradient norms of all cases on eight devices, by so many processes; one may write the parameters."""
-    port, environment = str(free_port()), {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
+    port, environment = str(free_port()), {**os.environ, "PYTHONPATH": str(PROGRAM.parent)}
     running = [
         subprocess.Popen(
             [sys.executable, PROGRAM, str(process), str(processes), port, *([folder] if folder else [])],
