@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from openpi_train.nn.params import gatherings, merge_module
-from openpi_train.nn.shard import Gathering
+from openpi_train.parallel.mesh import FSDP, TENSOR
+from openpi_train.parallel.params import gatherings, merge_module
+from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.mesh import FSDP, TENSOR
-from openpi_train.sharding.strategy import HOST_MEMORY
 
 # How far an estimate of memory may be off, as a share of what the compiler says (`estimate.py`).
 OFF = 0.25
@@ -159,7 +159,7 @@ def predict(
             gradients=[jnp.float32, plan.reduce_dtype][: 1 + unrolled] if summed_by_layer else [],
         ),
         host=sum(on_host.values()),
-        fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)
+        fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`parallel/update.py`)
     )
 
 

@@ -12,13 +12,13 @@ import optax
 
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
 from openpi_train.planning.costs import ROWS, RematCost, cost
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast
 from openpi_train.planning.practice_cost import PracticeCost
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import StateLayout, lay_out
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.training.traced_practice import practice_cost
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from benchmarks.gpu_compile import SETS
 from openpi_train import cli
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.tools.plan import find_machine
 from openpi_train.training.prepare import forecasts, whole_layout
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
+from openpi_train.parallel.mesh import TENSOR, make_mesh, planned_mesh
+from openpi_train.parallel.strategy import CUT, Plan
 from openpi_train.planning.memory import predict
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh
-from openpi_train.sharding.strategy import CUT, Plan
 from openpi_train.training.prepare import whole_layout
 
 PI0 = 3_238_048_528

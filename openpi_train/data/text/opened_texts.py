@@ -17,13 +17,15 @@ from openpi_train.data import findings
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
 from openpi_train.data.text import arithmetic
+from openpi_train.data.text.encoded_parts import bad_record, renamed
+from openpi_train.data.text.examples import COLUMNS, example_of
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, templates_of
-from openpi_train.data.text.text_files import find_files, names_a_path
+from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
-from openpi_train.data.text.token_cache import TokenCache
+from openpi_train.data.text.token_cache import TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.tokens import FOLDER
@@ -196,14 +198,28 @@ def _examine_files(config: TextData, number: int, dataset: TextDataset) -> str:
         return f"{dataset.path}: it is on the hub; a start fetches it"
     if arithmetic.missing(dataset.path):
         return f"{dataset.path}: the embedded dataset is not written yet; a start does it"
-    find_files(dataset.path, dataset.split)
+    _examine_first(config, dataset, find_files(dataset.path, dataset.split)[0])
     if dataset.validation is not None:
-        if names_a_path(dataset.validation):
-            find_files(dataset.validation)
-        else:
+        if not names_a_path(dataset.validation):
             _refuse_held_out_training(config, number, dataset)
-            find_files(dataset.path, dataset.validation)
+        _examine_first(config, dataset, find_files(*_held_out_place(dataset, dataset.validation))[0])
     return f"{dataset.path}: its texts; a start reads them, and `data check` does so now"
+
+
+def _examine_first(config: TextData, dataset: TextDataset, file: TextFile) -> None:
+    """Raise ValueError if the run does not take the first record of a file. Of an array all must be read: none is."""
+    if file.is_array:
+        return
+    columns = dataset.columns_by_type
+    for number, raw in file.records(tuple(columns.values()) or COLUMNS):
+        try:
+            kind = example_of(renamed(parsed(raw), columns)).type.kind
+        except ValueError as error:
+            if config.on_bad_record == "skip":
+                return
+            raise bad_record(dataset.name, file.place(number), error) from error
+        require_kind(dataset.name, kind, _KINDS[config.kind])
+        return
 
 
 def _encoder(config: TextData, tokenizer: TextTokenizer) -> TextEncoder:
