@@ -27,6 +27,7 @@ def given(tmp_path) -> Experiment:
         name="small",
         exp_name="x",
         checkpoint_base_dir=str(tmp_path),
+        assets_base_dir=str(tmp_path / "assets"),
         batch_size=2,
         lr_schedule=schedule,
         **per_device,
