@@ -19,9 +19,9 @@ import jax
 from benchmarks import steps
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import Trial, timed_steps
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.experiment import Experiment
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.state import TrainState
+from openpi_train.parallel.state import TrainState
 from openpi_train.types import OPENPI_SLOTS
 
 NUM_PAIRS, NUM_TYPICAL = 5, 9

@@ -24,9 +24,9 @@ from openpi_train.data.feed import RowFeed
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.data.rlds import Rlds
 from openpi_train.data.rows import Rows
+from openpi_train.parallel.mesh import batch_sharding, make_mesh
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.tabletop import Tabletop
-from openpi_train.sharding.mesh import batch_sharding, make_mesh
 
 EXPERIMENT = "pi0_bridge_traj"
 NUM_ROUNDS = 5

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from benchmarks import gpu_openpi
 from benchmarks.report import ROOT, Cell, Table
-from openpi_train.nn.remat import Remat
+from openpi_train.parallel.remat import Remat
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.memory import Memory
 from openpi_train.runtime.device_kinds import GIB

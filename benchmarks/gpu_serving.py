@@ -19,14 +19,14 @@ from benchmarks.report import Cell, Spread, Table
 from openpi_train.cli import parse_experiment
 from openpi_train.generation.generator import GenerationRequest, Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.nn.params import module_params
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.gpu.run_account import run_account
 from openpi_train.policy.sampler import Sampler
 from openpi_train.runtime.device_kinds import kind_of
 from openpi_train.runtime.device_limits import total_bytes
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
 from openpi_train.training.settling import this_machine
 from openpi_train.types import OPENPI_SLOTS
 

@@ -33,13 +33,13 @@ from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.params import module_params
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime.heap import keep_freed_memory
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
 from openpi_train.types import TextBatch
 
 MODELS = {

@@ -18,7 +18,7 @@ from flax import nnx
 
 from benchmarks.steps import Trial
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.training.state import TrainState
+from openpi_train.parallel.state import TrainState
 from openpi_train.training.step import Metrics, Trainer
 
 

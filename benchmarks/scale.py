@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT, Cell, Table
+from openpi_train.checkpoints.layout import leaves_by_item, size_bytes
 from openpi_train.cli import parse_experiment
 from openpi_train.launch.processes import free_port
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime.device_limits import host_available_bytes
 from openpi_train.runtime.exits import PEER_LOST
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.checkpoints.layout import leaves_by_item, size_bytes
 from openpi_train.training.prepare import whole_layout
 
 FULL, QUICK = "pi0_bridge_traj", "debug"

@@ -27,14 +27,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.interop.manifest import sums, write_manifest
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime import agree, logs, session
 from openpi_train.runtime.exits import run_guarded
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.waiting import Timeouts
 from openpi_train.runtime.world import World
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.state import TrainState
 
 # Before its first step a run agrees so often.
 GATHERS = 13

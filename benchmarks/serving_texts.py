@@ -27,7 +27,7 @@ from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.params import module_params
+from openpi_train.parallel.params import module_params
 
 _ROUNDS = 3
 _MAX_LENGTH, _NUM_ROWS = 256, 16

@@ -20,9 +20,9 @@ from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.steps import Trial, timed_steps
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.state import TrainState
 from openpi_train.planning.flops import product_flops
 from openpi_train.runtime.device_limits import peak_flops
-from openpi_train.training.state import TrainState
 from openpi_train.types import OPENPI_SLOTS
 
 # A sample has as many steps as take this long, so that dispatch on the host is hidden as in training.

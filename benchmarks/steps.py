@@ -14,10 +14,10 @@ import numpy as np
 
 from openpi_train.cli import parse_experiment
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import initial_state
 from openpi_train.training.settling import Prepared, Settling
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction
 from openpi_train.types import OPENPI_SLOTS, action_batch, flatten_rows
 

@@ -21,10 +21,10 @@ import jax
 from benchmarks import steps
 from benchmarks.report import ROOT, Cell, Table
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.strategy import CUT, Strategy
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.sharding.strategy import CUT, Strategy
 from openpi_train.training.settling import Settling
 from openpi_train.types import OPENPI_SLOTS
 

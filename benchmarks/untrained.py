@@ -9,16 +9,16 @@ from pathlib import Path
 
 import jax
 
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.data.normalize import norm_stats_json
 from openpi_train.data.opened import OpenedDatasets
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training import prepare
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.init import create_state
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
 

@@ -161,11 +161,11 @@ def load_share(
     import jax
     import optax
 
+    from openpi_train.parallel.mesh import make_mesh
+    from openpi_train.parallel.strategy import Plan
     from openpi_train.runtime import session
     from openpi_train.runtime.agree import barrier
     from openpi_train.runtime.world import WorldFlags, find_world
-    from openpi_train.sharding.mesh import make_mesh
-    from openpi_train.sharding.strategy import Plan
     from openpi_train.training.init import create_state, lay_out
 
     flags = WorldFlags(coordinator=coordinator, num_processes=processes, process_id=process)

@@ -23,17 +23,17 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.data.feed import RowFeed
 from openpi_train.data.interface import RowSource
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.objectives.objective import Objective
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.runtime import session
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.init import StateLayout, create_state, lay_out
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.types import pytree, tree_of
 

@@ -23,11 +23,11 @@ from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
+from openpi_train.parallel.mesh import does_not_divide
+from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.practice.practice import Practice
 from openpi_train.runtime.exits import DataError, IndivisibleError, UsageError, reported_as
 from openpi_train.runtime.waiting import Timeouts
-from openpi_train.sharding.mesh import does_not_divide
-from openpi_train.sharding.strategy import ShardingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,8 +245,8 @@ class Experiment:
         """The run under every rematerialisation policy that the flags leave open, by name, least recomputation first.
 
         Unrolled layers in tensor groups have no `full`. There the gradients of wide weights, which differ within a
-        group, cannot hold up that of the layer's input, which does not (`nn/layers.py: _together`): XLA puts them off,
-        and keeps what they read of all layers.
+        group, cannot hold up that of the layer's input, which does not (`parallel/layers.py: _together`): XLA puts them
+        off, and keeps what they read of all layers.
         """
         keeps = self.sharding.tensor_devices > 1 and self.unroll_layers is True
         models = self.model.remat_choices().items()

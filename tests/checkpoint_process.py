@@ -21,11 +21,11 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from openpi_train.checkpoints import checkpoint_store, copy_out
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.interop import manifest
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime.exits import CheckpointError, StorageError
-from openpi_train.training.checkpoints import checkpoint_store, copy_out
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.training.state import TrainState
 
 SAVED_WITH = {"data_position": {"step": 7}, "experiment": {"seed": 1}, "norm_stats": {"robot": {"norm_stats": {}}}}
 

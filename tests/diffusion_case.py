@@ -12,7 +12,7 @@ import numpy as np
 from diffusion_fixtures.fixed_values import parameter
 from flax import nnx
 
-from openpi_train.nn.params import merge_module, module_params
+from openpi_train.parallel.params import merge_module, module_params
 
 _FIXTURES = Path(__file__).parent / "diffusion_fixtures"
 

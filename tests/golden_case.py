@@ -16,9 +16,9 @@ from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import VARIANTS, GemmaOverrides
-from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.parallel.params import merge_module
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation
 
 # As in `conftest.py`, which cannot be imported by name: there are several.

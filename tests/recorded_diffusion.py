@@ -14,8 +14,8 @@ from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.denoisers import UnetSizes
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.nn.augment import RandomCrop
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion
+from openpi_train.parallel.params import merge_module
 from openpi_train.types import ActionBatch, Observation
 
 

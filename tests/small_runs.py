@@ -17,7 +17,7 @@ from runs import own_experiment
 from openpi_train.evaluation import held_out_loss
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.sharding.strategy import ShardingConfig
+from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.training import device_speed, run
 
 SMALL = f"{Path(__file__).resolve()}:small"

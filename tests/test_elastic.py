@@ -6,7 +6,7 @@ import pytest
 
 from openpi_train import registry
 from openpi_train.elastic import adapt
-from openpi_train.sharding.strategy import ShardingConfig
+from openpi_train.parallel.strategy import ShardingConfig
 
 BASE = dataclasses.replace(registry.load("debug"), exp_name="x", batch_size=64)
 

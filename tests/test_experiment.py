@@ -9,8 +9,8 @@ from openpi_train import cli, registry
 from openpi_train.experiment import Experiment, LocalCheckpoints
 from openpi_train.fields import as_json
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.strategy import ShardingConfig
 
 
 @pytest.fixture

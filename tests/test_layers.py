@@ -13,12 +13,14 @@ PACKAGE = ROOT / "openpi_train"
 # Low to high: a module imports only from strictly lower rows or from its own folder.
 ROWS = (
     {"fields", "faults"},
-    {"types", "keys", "runtime", "sharding", "launch"},
-    {"command_line", "nn", "optim", "robots", "envs"},
+    {"types", "keys", "runtime", "launch"},
+    {"command_line", "optim", "robots", "envs"},
+    {"parallel"},
+    {"nn"},
     {"data", "sampling"},
     {"models"},
     {"objectives", "interop", "generation"},
-    {"evaluation"},
+    {"evaluation", "checkpoints"},
     {"practice"},
     {"experiment"},
     {"choice"},

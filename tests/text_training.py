@@ -30,10 +30,10 @@ from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime import compile_cache
 from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import PracticeBatch, PreferenceBatch, TextBatch, TokenTraces
 

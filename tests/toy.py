@@ -9,10 +9,10 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.models.model_config import PolicyConfig
-from openpi_train.nn.layers import scan_layers, stack_layers
 from openpi_train.nn.norms import LayerNorm
-from openpi_train.nn.shard import Gathering, take_rows
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.shard import Gathering, take_rows
 from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.types import ActionBatch, Observation
 

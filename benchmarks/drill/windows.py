@@ -21,7 +21,7 @@ class Window:
     of_process_0: bool = False
 
 
-_STORE, _DIRS = "training.checkpoints.checkpoint_store", "training.checkpoints.step_dirs"
+_STORE, _DIRS = "checkpoints.checkpoint_store", "checkpoints.step_dirs"
 # In the order in which a start comes to them. It does so once, while the last fault is being mended.
 STARTING = {
     "rendezvous": Window("runtime.session", "meet", 1.0),
@@ -34,12 +34,12 @@ RUNNING = {
     "step": Window("training.program", "Programs.__call__", 0.1),
     "evaluation": Window("training.run", "Run.evaluate", 0.2),
     "save copy": Window(_STORE, "fetch_share", 0.05),
-    "save write": Window("training.checkpoints.copy_out", "ArrayWriter.write"),
+    "save write": Window("checkpoints.copy_out", "ArrayWriter.write"),
     "commit": Window(_STORE, "write_manifest", 0.05, of_process_0=True),
     "naming": Window(_DIRS, "StepDirs.commit", 0.02, of_process_0=True),
     "link": Window(_DIRS, "StepDirs.link_latest", 0.02, of_process_0=True),
     "delete": Window(_DIRS, "_remove", 0.05, of_process_0=True),
-    "local save": Window("training.checkpoints.local_files", "write", 0.1),
+    "local save": Window("checkpoints.local_files", "write", 0.1),
     "acting": Window("practice.practice_feed", "PracticeFeed._practise", 0.5),
 }
 # Of some kinds only.

@@ -23,7 +23,7 @@ from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.fields import as_json
 from openpi_train.models.model_config import as_policy
-from openpi_train.nn.params import Params
+from openpi_train.parallel.params import Params
 from openpi_train.runtime import agree
 from openpi_train.runtime.preempt import StoppedError
 from openpi_train.types import Observation

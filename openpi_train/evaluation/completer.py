@@ -17,10 +17,10 @@ from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
-from openpi_train.nn.params import Params
+from openpi_train.parallel.mesh import TENSOR
+from openpi_train.parallel.params import Params
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.preempt import StoppedError
-from openpi_train.sharding.mesh import TENSOR
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
 from openpi_train.evaluation.sums import Ratio, Sums, numbered_keys
-from openpi_train.nn.params import Params, merge_module
+from openpi_train.parallel.params import Params, merge_module
 from openpi_train.types import TextBatch
 
 

@@ -15,9 +15,9 @@ from openpi_train.data.interface import OpenedData
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import Params
 from openpi_train.objectives.objective import Objective
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.params import Params
+from openpi_train.parallel.strategy import Plan
 
 
 @runtime_checkable

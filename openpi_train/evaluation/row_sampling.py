@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 from openpi_train.data.placement import from_devices, local_rows, on_devices
 from openpi_train.evaluation.measure import TrainerView
 from openpi_train.evaluation.sums import CompiledPrograms
-from openpi_train.nn.params import Params, merge_module
+from openpi_train.parallel.params import Params, merge_module
 from openpi_train.types import Observation
 from openpi_train.types import observation as observation_of
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Key
 
 from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
 from openpi_train.keys import for_purpose, row_keys
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime import agree
 from openpi_train.runtime.preempt import StoppedError
 

@@ -21,9 +21,9 @@ from openpi_train.generation.sampling_settings import MAX_STOP_IDS, SamplingSett
 from openpi_train.generation.token_rows import NONE, NUM_TOP, Admission, NewRowTokens, TokenRows
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.key_value_cache import KeyValueCache
-from openpi_train.nn.params import Params, merge_module
 from openpi_train.nn.token_limits import RowSettings
-from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
+from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR
+from openpi_train.parallel.params import Params, merge_module
 from openpi_train.types import tree_of
 
 # Why a completion ended: a token or text that ends it; its largest number of tokens.

@@ -15,8 +15,8 @@ from openpi_train.generation.token_choice import choose_tokens
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.key_value_cache import KeyValueCache
-from openpi_train.nn.shard import as_varied
 from openpi_train.nn.token_limits import RowSettings
+from openpi_train.parallel.shard import as_varied
 from openpi_train.types import pytree, tree_of
 
 # What stands for no token.

@@ -1,7 +1,7 @@
 """Manifest of a checkpoint: its files with sizes and CRCs, written last, which marks the checkpoint as complete.
 
 Orbax stores no checksums and treats any directory with a number as its name as complete, so corrupted bytes would be
-restored silently (seen with orbax-checkpoint 0.12.8). Read next: `training/checkpoints/checkpoint_store.py`, which
+restored silently (seen with orbax-checkpoint 0.12.8). Read next: `checkpoints/checkpoint_store.py`, which
 writes it.
 """
 

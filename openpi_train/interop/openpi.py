@@ -7,7 +7,7 @@
         params/<parameter>               all parameters, if the `params` item holds their average (EMA); else nothing
     <step>/assets/<asset_id>/norm_stats.json
 
-Our training state (`training/checkpoints/layout.py`) has the same leaves under other names: parameters have our paths;
+Our training state (`checkpoints/layout.py`) has the same leaves under other names: parameters have our paths;
 only trained ones are stored in addition to their average; it has a float16 run's loss scale, which openpi lacks. Below,
 `names` maps our path to the published name for all parameters. Read next: `models/pi0_names.py` for the names.
 """
@@ -31,7 +31,7 @@ from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Write
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
-from openpi_train.nn.params import module_params, nested_params
+from openpi_train.parallel.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 
 logger = logging.getLogger(__name__)

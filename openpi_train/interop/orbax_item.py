@@ -1,7 +1,7 @@
 """Reader and writer of one item (a tree of arrays) of an Orbax checkpoint. Read next: `openpi.py`.
 
 All readers use it: start weights, `convert`, policies, resumed runs. Runs write their items with all processes
-(`training/checkpoints/copy_out.py`). Orbax's own restore reads a whole tree at once and synchronises all processes.
+(`checkpoints/copy_out.py`). Orbax's own restore reads a whole tree at once and synchronises all processes.
 An item's layout is public: the JSON `_METADATA` names its leaves, and each leaf is a zarr array, all in one OCDBT
 store or each in its own folder.
 """

@@ -1,7 +1,7 @@
 """Reader and writer of this project's own checkpoints: a step's directory, or a run's, whose newest step is used.
 
 The layout of parameters is openpi's, so any reader of openpi's checkpoints reads them too; beside them are `meta.json`
-and `manifest.json`. Training saves and restores with other code (`training/checkpoints/checkpoint_store.py`).
+and `manifest.json`. Training saves and restores with other code (`checkpoints/checkpoint_store.py`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import nested_params
+from openpi_train.parallel.params import nested_params
 from openpi_train.runtime.exits import CheckpointError, reported_as
 from openpi_train.runtime.passing_errors import patiently
 

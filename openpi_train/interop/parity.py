@@ -16,7 +16,7 @@ from flax import nnx
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
 from openpi_train.models.language_part import language_of
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 
 _ROWS, _TOKENS = 2, 16
 _AT_ONCE = 1 << 20

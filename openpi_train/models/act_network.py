@@ -15,12 +15,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.nn.dropout import RowKeys, dropped, numbered
-from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.remat import keep
 from openpi_train.nn.resnet import TORCH_INIT, ResNet18
-from openpi_train.nn.shard import as_varied
 from openpi_train.nn.siglip import float_images, normalize_images
 from openpi_train.nn.wide_norms import WideLayerNorm
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.remat import keep
+from openpi_train.parallel.shard import as_varied
 from openpi_train.types import Observation
 
 if TYPE_CHECKING:

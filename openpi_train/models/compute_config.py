@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from openpi_train.fields import setting
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.attention import Attention, Heads
-from openpi_train.nn.remat import Remat, RematChoice
+from openpi_train.parallel.remat import Remat, RematChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

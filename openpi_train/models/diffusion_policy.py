@@ -17,8 +17,8 @@ from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, 
 from openpi_train.models.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import RowTransform
-from openpi_train.nn.remat import Remat, RematChoice
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
+from openpi_train.parallel.remat import Remat, RematChoice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

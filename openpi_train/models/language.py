@@ -19,7 +19,7 @@ from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, merge_lora
-from openpi_train.sharding.tensor import check_sizes
+from openpi_train.parallel.tensor import check_sizes
 
 
 @runtime_checkable

@@ -20,13 +20,13 @@ from openpi_train.models.prompted import embed_prefix
 from openpi_train.nn.attention import Attention, block_mask, rotary_angles, rotate
 from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.layers import scan_layers, stack_layers
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.norms import RMSNorm
-from openpi_train.nn.remat import Remat
-from openpi_train.nn.shard import spread
 from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.nn.sincos import sincos_encoding
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.remat import Remat
+from openpi_train.parallel.shard import spread
 from openpi_train.types import Observation
 
 # Flow times lie in [0, 1]; the periods of their encoding (openpi `models/pi0.py`, `embed_suffix`).

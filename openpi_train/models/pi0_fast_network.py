@@ -19,9 +19,9 @@ from openpi_train.models.prompted import causal_tokens, embed_prefix
 from openpi_train.nn.attention import Attention, order_mask
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.remat import Remat
 from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.nn.vocabulary import Head, TokenScores, remat_of, token_scores
+from openpi_train.parallel.remat import Remat
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_token_law import with_chunk
 from openpi_train.sampling.decoding import Prompt, choose_at, choose_likeliest, decode

@@ -19,9 +19,9 @@ from openpi_train.models.prompted import causal_tokens, embed_prefix
 from openpi_train.nn.attention import Attention, block_mask, order_mask
 from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.remat import Remat
 from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.nn.sincos import sincos_encoding
+from openpi_train.parallel.remat import Remat
 from openpi_train.sampling.indicator import NUM_TOLD
 from openpi_train.types import Observation, pytree
 

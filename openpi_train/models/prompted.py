@@ -21,7 +21,7 @@ from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
-from openpi_train.sharding.tensor import check_sizes
+from openpi_train.parallel.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, PracticeBatch, action_batch
 
 

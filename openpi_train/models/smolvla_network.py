@@ -20,10 +20,10 @@ from jaxtyping import Array, Bool, Float
 from openpi_train.models.prompted import embed_prefix
 from openpi_train.nn.attention import rotary_angles
 from openpi_train.nn.decoder import Angles, Decoder, LanguageLayer
-from openpi_train.nn.layers import scan_all_but_last, scan_layers, stack_layers
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.nn.norms import RMSNorm
 from openpi_train.nn.siglip import Siglip
+from openpi_train.parallel.layers import scan_all_but_last, scan_layers, stack_layers
 from openpi_train.types import Observation, pytree
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.nn.remat import keep
+from openpi_train.parallel.remat import keep
 from openpi_train.runtime.exits import UsageError
 
 AttentionKind = Literal["xla", "cudnn"]
@@ -29,7 +29,7 @@ class Heads(NamedTuple):
     width: int
 
     def of_device(self, tensor_devices: int) -> "Heads":
-        """Those that one device of a tensor group computes (`shard.py: own_heads`)."""
+        """Those that one device of a tensor group computes (`parallel/shard.py: own_heads`)."""
         queries = self.queries // tensor_devices
         if self.keys % tensor_devices == 0:
             return self._replace(queries=queries, keys=self.keys // tensor_devices)
@@ -87,7 +87,7 @@ def attend(
     A single query per row, as in decoding, is computed by XLA in any case: its weights are small, and cuDNN's kernels
     would have keys and values padded for every token.
 
-    Its output is kept for the backward pass (`remat.py: keep`). `scale` None is 1 / sqrt(c). `cap` bounds the
+    Its output is kept for the backward pass (`parallel/remat.py: keep`). `scale` None is 1 / sqrt(c). `cap` bounds the
     products to that size, by cap * tanh(product / cap) (Gemma 2).
 
     Written out, because `jax.nn.dot_product_attention` (with the same FLOPs and, on a CPU, about the same time and
@@ -188,7 +188,7 @@ def flash_attend(
     """`attend` by cuDNN's fused kernels, which never write the weights "b n t s" to memory.
 
     cuDNN adds the mask to the products, and jax has it compute the gradient of that sum too ("b 1 t s" in 16 bits).
-    Its output is kept for the backward pass by the kernels' own name (`remat.py`), so it is not named again.
+    Its output is kept for the backward pass by the kernels' own name (`parallel/remat.py`), so it is not named again.
     """
     t, c = query.shape[1], query.shape[3]
     if mask is None and (t % 2 or key.shape[1] % 2):  # jax wants even numbers of tokens

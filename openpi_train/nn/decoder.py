@@ -2,7 +2,7 @@
 
 They differ only in their configuration (`decoder_sizes.py`). All layers are one stack, also if layers with a sliding
 window alternate with others: the window and the kind of each layer are scanned along with its weights.
-A tensor group splits heads and the MLP's width (`sharding/tensor.py`): weights then hold a device's own part.
+A tensor group splits heads and the MLP's width (`parallel/tensor.py`): weights then hold a device's own part.
 
 Read next: `decoder_sizes.py`, `key_value_cache.py`, `models/language.py`.
 """
@@ -21,13 +21,13 @@ from openpi_train.nn.attention import Attention, attend, rotate
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.key_value_cache import KeyValueCache
-from openpi_train.nn.layers import each_layer, scan_layers, stack_layers
 from openpi_train.nn.lora import AdapterConfig, LoraWeight, without_additions
 from openpi_train.nn.norms import RMSNorm, residual
-from openpi_train.nn.remat import Remat, keep, keep_input
 from openpi_train.nn.rotary_frequencies import angles_at
-from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import Head, TokenScores, logits, remat_of, token_scores
+from openpi_train.parallel.layers import each_layer, scan_layers, stack_layers
+from openpi_train.parallel.remat import Remat, keep, keep_input
+from openpi_train.parallel.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.types import tree_of
 
 # Sines and cosines of positions.

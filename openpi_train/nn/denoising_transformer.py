@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from openpi_train.nn.layers import scan_layers, stack_layers
 from openpi_train.nn.unet1d import encode_step
 from openpi_train.nn.wide_norms import WideLayerNorm
+from openpi_train.parallel.layers import scan_layers, stack_layers
 
 _SPREAD = nnx.initializers.normal(0.02)
 _linear = functools.partial(nnx.Linear, kernel_init=_SPREAD)

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from openpi_train.nn.lora import LoraWeight
-from openpi_train.nn.remat import keep_input
-from openpi_train.nn.shard import spread, summed
+from openpi_train.parallel.remat import keep_input
+from openpi_train.parallel.shard import spread, summed
 
 # gelu is the tanh approximation, as in all Gemma models.
 Activation = Literal["gelu", "silu"]
@@ -33,7 +33,7 @@ class GatedMlp(nnx.Module):
         self.gate_up = weight((2, width, mlp_dim), gated)
         self.gate_up.weight.set_metadata(by_entry=True)
         self.down = weight((mlp_dim, width), nnx.initializers.lecun_normal())
-        # `layers.py`: their gradients are of a layer's widest activations
+        # `parallel/layers.py`: their gradients are of a layer's widest activations
         for _, param in nnx.to_flat_state(nnx.state((self.gate_up, self.down), nnx.Param)):
             param.set_metadata(wide=True)
         self.activation: Activation = activation

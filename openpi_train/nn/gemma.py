@@ -3,7 +3,7 @@
 Each expert has its own width and weights; in every layer all experts' tokens are projected to heads of one shape,
 attend to those of their own and of earlier experts, and are projected back (pi0, Black et al. 2024, appendix B; openpi
 `models/gemma.py`).
-A tensor group splits heads and the MLP's width (`sharding/tensor.py`): weights then hold a device's own part.
+A tensor group splits heads and the MLP's width (`parallel/tensor.py`): weights then hold a device's own part.
 
 Read next: `models/pi0.py`, which defines the experts' inputs.
 """
@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.nn.layers import scan_all_but_last, scan_layers, scan_to_last, stack_layers
 from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.norms import RMSNorm, residual
-from openpi_train.nn.remat import Remat, keep, keep_input
-from openpi_train.nn.shard import Gathering, own_heads, spread, summed, take_rows, varies
 from openpi_train.nn.vocabulary import log_probs, logits, remat_of
+from openpi_train.parallel.layers import scan_all_but_last, scan_layers, scan_to_last, stack_layers
+from openpi_train.parallel.remat import Remat, keep, keep_input
+from openpi_train.parallel.shard import Gathering, own_heads, spread, summed, take_rows, varies
 
 Tokens = dict[str, Float[Array, "b _ _"]]
 Conditions = Mapping[str, Float[Array, "b _ _"]]

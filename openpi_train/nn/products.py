@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from openpi_train.nn.shard import as_varied
+from openpi_train.parallel.shard import as_varied
 
 
 def product(equation: str, x: Float[Array, "*n"], weight: Float[Array, "*m"]) -> Float[Array, "*k"]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.nn.shard import as_varied
+from openpi_train.parallel.shard import as_varied
 from openpi_train.types import pytree
 
 _BITS = 31  # of a positive float32

@@ -2,7 +2,7 @@
 
 A table whose rows are sharded over devices is never gathered: each device computes logits of all devices' tokens for
 its own rows (vocabulary parallelism, Shoeybi et al. 2019, section 3); only activations and a few numbers per token are
-sent. Read next: `shard.py`, `decoder.py`.
+sent. Read next: `parallel/shard.py`, `decoder.py`.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import soft_cap
-from openpi_train.nn.params import LEARNING
-from openpi_train.nn.remat import Remat
-from openpi_train.nn.shard import Shard
+from openpi_train.parallel.params import LEARNING
+from openpi_train.parallel.remat import Remat
+from openpi_train.parallel.shard import Shard
 from openpi_train.types import pytree, tree_of
 
 # Tokens of a row processed at once where logits are not kept: 33 MB of float32 logits per row, with PaliGemma's
@@ -57,7 +57,7 @@ class Head:
 
 def remat_of(table: nnx.Variable, remat: Remat) -> Remat:
     """The policy by which tokens are scored: `remat` where gradients are taken through the model of this table
-    (`params.py: mark_learning`), and else `full`, as there is nothing to keep logits for."""
+    (`parallel/params.py: mark_learning`), and else `full`, as there is nothing to keep logits for."""
     return remat if table.get_metadata(LEARNING, False) else "full"
 
 

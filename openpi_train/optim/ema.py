@@ -1,4 +1,4 @@
-"""The decay of the exponential moving average of the parameters. Read next: `training/update.py`."""
+"""The decay of the exponential moving average of the parameters. Read next: `parallel/update.py`."""
 
 import dataclasses
 from typing import Any

@@ -18,7 +18,7 @@ _STACK = re.compile(r"(^|/)(layers/(?!\d)|vae_layers/|(encoder|decoder|expert)/(
 
 
 def is_stacked(path: str) -> bool:
-    """Whether the parameter holds one array per layer, on its first dim (`nn/layers.py: stack_layers`)."""
+    """Whether the parameter holds one array per layer, on its first dim (`parallel/layers.py: stack_layers`)."""
     return _STACK.search(path) is not None
 
 

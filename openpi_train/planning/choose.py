@@ -12,16 +12,16 @@ import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
-from openpi_train.nn.params import gatherings, merge_module
-from openpi_train.nn.shard import Gathering
+from openpi_train.parallel.mesh import FSDP, TENSOR, planned_mesh
+from openpi_train.parallel.params import gatherings, merge_module
+from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.strategy import Plan, Strategy
 from openpi_train.planning.forecast import HIDDEN, HIDDEN_KEPT, HIDDEN_UNROLLED, LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict, slice_bytes
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, tensor_bytes
-from openpi_train.sharding.mesh import FSDP, TENSOR, planned_mesh
-from openpi_train.sharding.strategy import Plan, Strategy
 
 
 def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> list[tuple[Strategy, int]]:

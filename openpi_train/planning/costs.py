@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.mesh import TENSOR
 from openpi_train.planning.flops import product_flops, rewritten_bytes
 from openpi_train.planning.forecast import ActivationMoment, RematCost
 from openpi_train.planning.live_bytes import Compiler, Moment, moments
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.runtime.device_kinds import product_rate
-from openpi_train.sharding.mesh import TENSOR
 
 # Rows of the traced micro-batch. Arrays whose sizes are multiples of this prime are per row, others are not.
 ROWS = 8191

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from openpi_train.nn.remat import INPUT
+from openpi_train.parallel.remat import INPUT
 from openpi_train.planning.jaxprs import bodies, devices, turns
 
 # jax's name for the part of a backward pass that `jax.checkpoint` adds (jax 0.10.2: `ad_checkpoint.py`).

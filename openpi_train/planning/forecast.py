@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from openpi_train.parallel.strategy import Strategy
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import Memory
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime.device_kinds import GIB, DeviceKind
-from openpi_train.sharding.strategy import Strategy
 
 # Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory.
 _EQUAL, _UNIT = 0.005, 0.01

@@ -11,11 +11,11 @@ from flax import nnx
 
 from openpi_train.generation.generation_size import GenerationSize, dtype_held
 from openpi_train.generation.generator import lengths
-from openpi_train.nn.params import Params, merge_module, module_params
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.params import Params, merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.live_bytes import peak_bytes
 from openpi_train.planning.memory import bytes_per_device
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 
 # Of every row's logits: the model's, those with the settings applied, and their log-probabilities, in float32.
 _LOGITS = 3

@@ -1,6 +1,6 @@
 """Assign a step's traffic to links: within a host, or between hosts. Read next: `forecast.py`.
 
-Collectives are rings over the devices in the mesh's order (`sharding/mesh.py`: hosts one after the other, `tensor` the
+Collectives are rings over the devices in the mesh's order (`parallel/mesh.py`: hosts one after the other, `tensor` the
 innermost axis, `fsdp` the next). Every member of a ring sends the same bytes to the next one, which is on its own host
 or on another.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.sharding.mesh import AXES
+from openpi_train.parallel.mesh import AXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from openpi_train.nn.params import convolution_kernel_paths, cut_stack_paths, gatherings, merge_module
-from openpi_train.nn.shard import Gathering
+from openpi_train.parallel.mesh import FSDP, TENSOR
+from openpi_train.parallel.params import convolution_kernel_paths, cut_stack_paths, gatherings, merge_module
+from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.mesh import FSDP, TENSOR
-from openpi_train.sharding.strategy import HOST_MEMORY
 
 # What XLA gives every product of cuBLAS's to work with, one at a time (jaxlib 0.10.2, without a device to tune on).
 CUBLAS_BYTES = 4 * 2**20
@@ -129,7 +129,7 @@ def predict(
     layer's is whole; otherwise those of a micro-batch are temporarily whole, those of gathered layers in the compute
     dtype `dtype`. So is the copy used for computation, of all parameters that are gathered or have another dtype. Where
     layers are gathered when they run, there are copies of what is in no layer, and of what is trained of a stack that
-    is cut (`nn/layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
+    is cut (`layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
     so does their gradient.
 
     Args: `later` are parameters whose gradients of the micro-batch are not there yet, `unread` those that have no
@@ -163,8 +163,8 @@ def predict(
     found = trained if num_micros == 1 else set(shapes.params)
     grads = held("grads", found - sharded, jnp.float32) + held("state", found & sharded, jnp.float32)
     if num_micros == 1 and not (plan.cuts("grads") and gathered):
-        # Nothing is summed: the gradients of what is gathered in `dtype` (`training/devices.py`), or cast to it before
-        # it is cut (`nn/layers.py: scan_to_last`), are whole in it.
+        # Nothing is summed: the gradients of what is gathered in `dtype` (`parallel/devices.py`), or cast to it before
+        # it is cut (`layers.py: scan_to_last`), are whole in it.
         of_copies = (of_layers | (cut_stacks - gathered)) - sharded
         narrow = {path for path in of_copies & trained if leaves[path].ndim > 2}
         grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
@@ -176,12 +176,12 @@ def predict(
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut) if not unrolled else 0
         whole = {path: leaves[path] for path in gathered - of_layers}
         compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
-    else:  # what is gathered at once is gathered in its own type, and cast by what reads it (`training/devices.py`)
+    else:  # what is gathered at once is gathered in its own type, and cast by what reads it (`parallel/devices.py`)
         at_once = gathered - of_layers
         compute_copy = held("copy", copied - at_once, dtype)
         compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in at_once)
     if not unrolled and not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
-        # A gathered stack less its last layer (`nn/layers.py: scan_to_last`) is a second copy: the first is read by the
+        # A gathered stack less its last layer (`layers.py: scan_to_last`) is a second copy: the first is read by the
         # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more. On GPUs, with one
         # micro-batch, so is every stack of matrices: gathered with the dim in front that is cut, and read with layers.
         stacks = {path for path in of_layers if leaves[path].ndim > 2}
@@ -214,7 +214,7 @@ def predict(
             gradients=gradients[: begun_layers if unrolled else 1],
         ),
         host=sum(on_host.values()),
-        fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`training/update.py`)
+        fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`parallel/update.py`)
     )
 
 

@@ -1,7 +1,7 @@
 """Traffic between devices in one step: read from the compiled program, and by the strategy's formula.
 
 Bytes sent by one device with ring algorithms (Thakur et al. 2005): an all-gather or reduce-scatter of a whole array of
-W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next: `training/devices.py`, which sends.
+W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next: `parallel/devices.py`, which sends.
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
 from openpi_train.planning.jaxprs import bodies, turns
 from openpi_train.planning.live_bytes import SizeOf
-from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR
-from openpi_train.sharding.strategy import Plan
 
 # jax's names of collectives in a traced program.
 _KIND_OF = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
@@ -130,7 +130,7 @@ def bytes_beside(
     unrolled: bool = False,
 ) -> float:
     """The part of `formula_bytes` that is sent layer by layer, beside the products of other layers: gathers if layers
-    are gathered when they run, and gradients if they are sharded as they arise (`training/devices.py`).
+    are gathered when they run, and gradients if they are sharded as they arise (`parallel/devices.py`).
 
     `fixed` parameters have no gradients. `unrolled`: layers are not in a loop, and then do both with one micro-batch,
     whatever the strategy cuts.

@@ -16,13 +16,13 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, place
 from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import Params
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import Params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_limits import memory_bytes
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from flax import nnx
 
 from openpi_train.data.opened import row_spec
 from openpi_train.models.model_config import PolicyConfig
-from openpi_train.nn.params import Params, merge_module
 from openpi_train.objectives.objective import Objective
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.params import Params, merge_module
+from openpi_train.parallel.strategy import Plan
 from openpi_train.sampling.action_sampler import ActionSampler, sample_keys
 from openpi_train.sampling.flow import as_flow, with_guidance
 from openpi_train.sampling.real_time_chunking import Guide
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
 from openpi_train.types import TOKEN_MASKS, observation
 
 Row = Mapping[str, Any]

@@ -23,9 +23,9 @@ from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
+from openpi_train.parallel.devices import Devices
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.training.devices import Devices
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import logging
 
 import numpy as np
 
-from openpi_train.nn.params import Params
+from openpi_train.parallel.params import Params
 from openpi_train.practice.advantages import mixed
 from openpi_train.practice.outcomes import SOLVED, Outcomes
 from openpi_train.practice.practice import Actor, Attempts, Practice, joined_attempts

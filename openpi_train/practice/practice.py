@@ -20,7 +20,7 @@ from openpi_train.data.interface import OpenedData
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
-from openpi_train.nn.params import Params
+from openpi_train.parallel.params import Params
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.local_columns import LocalColumns, joined_columns
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.nn.params import Params, merge_module
+from openpi_train.parallel.params import Params, merge_module
 from openpi_train.sampling.law import Law
 
 

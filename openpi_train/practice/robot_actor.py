@@ -28,7 +28,7 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.models.model_config import as_policy
-from openpi_train.nn.params import Params
+from openpi_train.parallel.params import Params
 from openpi_train.practice.initial_states import InitialStates
 from openpi_train.practice.kept_episodes import EpisodeRecorder, KeptEpisodes
 from openpi_train.practice.local_columns import LocalColumns

@@ -19,7 +19,7 @@ from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.models.accompanied import policy_of
-from openpi_train.nn.params import Params
+from openpi_train.parallel.params import Params
 from openpi_train.practice.practice import Actor, Attempts
 from openpi_train.practice.prompt_source import PromptSource
 from openpi_train.practice.rewards.judge import Judge

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.keys import for_purpose
 from openpi_train.nn.gemma import Gemma
-from openpi_train.nn.shard import as_varied, on_all_devices
+from openpi_train.parallel.shard import as_varied, on_all_devices
 from openpi_train.types import pytree
 
 # (scores of the next token, its index) -> the token, and the logarithm of the probability with which it was chosen.

@@ -11,8 +11,8 @@ import time
 import jax
 
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.mesh import FSDP
 from openpi_train.planning.forecast import Forecast
-from openpi_train.sharding.mesh import FSDP
 from openpi_train.training.settling import Prepared, Settling, this_machine
 
 # Maximum number of CPU devices: beyond it, a program for fewer devices, with the same rows on each, is compiled.

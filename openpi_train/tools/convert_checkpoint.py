@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from openpi_train.checkpoints.meta import check_asset_ids
 from openpi_train.data.config import DataConfig
 from openpi_train.data.files import read_json, write_json
 from openpi_train.data.normalize import norm_stats_json, read_norm_stats
@@ -34,10 +35,9 @@ from openpi_train.interop.trained_with import check_same_training
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.runtime.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.runtime.versions import package_versions
 from openpi_train.tools.draft import check_draft, check_target, drafted, told_as
 from openpi_train.tools.requests import ConvertRequest
-from openpi_train.training.checkpoints.meta import check_asset_ids
-from openpi_train.training.rundir import package_versions
 
 logger = logging.getLogger(__name__)
 

@@ -29,12 +29,12 @@ from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.policy.text_model import MAX_LENGTH, stored_dtype
 from openpi_train.runtime.exits import DataError, UsageError
-from openpi_train.sharding.strategy import Plan
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, given_fields
-from openpi_train.training.devices import Devices
 from openpi_train.training.metrics import json_number
 from openpi_train.training.settling import open_in_turn
 

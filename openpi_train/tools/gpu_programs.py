@@ -18,7 +18,9 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import too_small
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
-from openpi_train.nn.params import module_params
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.targets import GpuTarget
@@ -28,8 +30,6 @@ from openpi_train.practice.robot_query import query
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_law import ActionLaw
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.tools.lowered_generator import LoweredGenerator
 from openpi_train.tools.requests import Program
 from openpi_train.training.settling import Settling

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.checkpoints.best import Best, lowest_loss
 from openpi_train.data.files import json_text
 from openpi_train.fields import changed_fields
 from openpi_train.runtime import locks
@@ -19,7 +20,6 @@ from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.waiting import duration
 from openpi_train.tools.requests import RunsRequest
 from openpi_train.tools.run_files import Missing, RunFiles
-from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.metrics import json_number
 
 # What every two runs differ in.

@@ -11,9 +11,9 @@ from flax import nnx
 
 from openpi_train.generation.generation_size import GenerationSize, dtype_held
 from openpi_train.generation.generator import Generator
-from openpi_train.nn.params import Params, module_params
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.params import Params, module_params
+from openpi_train.parallel.strategy import Plan
 
 
 class LoweredGenerator(Generator):

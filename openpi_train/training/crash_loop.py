@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from openpi_train import faults
+from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.step_dirs import complete_steps
 from openpi_train.data.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.faults import Restart
 from openpi_train.launch.status import MAX_RESTARTS_VARIABLE
 from openpi_train.runtime import agree, exits
 from openpi_train.runtime.exits import NoProgress, UsageError, exit_code_of
-from openpi_train.training import fencing
-from openpi_train.training.checkpoints.step_dirs import complete_steps
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import jax
 
 from openpi_train.evaluation.held_out_loss import HeldOutLoss
 from openpi_train.evaluation.measure import Evaluated, Evaluations, Running
-from openpi_train.nn.params import Params
+from openpi_train.parallel.params import Params
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import ON_HOST, Plan
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.preempt import StoppedError
-from openpi_train.sharding.strategy import ON_HOST, Plan
-from openpi_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from flax import nnx
 from openpi_train.interop.accounting import account
 from openpi_train.interop.stored_leaves import Leaves, place
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import Params, module_params
 from openpi_train.optim import LossScaling
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.state import TrainState
+from openpi_train.parallel.params import Params, module_params
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan
 from openpi_train.types import tree_of
 
 

@@ -1,10 +1,10 @@
 """The training loop of every run. Read next: `step.py` for what a step is, `run.py` for how the parts are made."""
 
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime import preempt
 from openpi_train.runtime.preempt import StoppedError
 from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.run import Run
-from openpi_train.training.state import TrainState
 from openpi_train.training.stopping import stop_after
 
 

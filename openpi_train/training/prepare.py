@@ -12,8 +12,10 @@ import jax
 import optax
 
 from openpi_train.experiment import Experiment
-from openpi_train.nn.params import gatherings, merge_module
 from openpi_train.optim import LossScaling
+from openpi_train.parallel.params import gatherings, merge_module
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
 from openpi_train.planning.costs import (
     ROWS,
@@ -25,9 +27,7 @@ from openpi_train.planning.costs import (
 )
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast
 from openpi_train.planning.practice_cost import PracticeCost
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import StateLayout, lay_out
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 from openpi_train.training.traced_practice import practice_cost
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
+from openpi_train.parallel.state import TrainState
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.traffic import collectives
 from openpi_train.runtime import phases
 from openpi_train.training.lateness import Lateness
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Metrics, Trainer
 from openpi_train.training.traced_steps import instruction_roles
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints.best import Best, lowest_loss
 from openpi_train.data.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.parallel.mesh import FSDP, TENSOR
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.gpu.run_account import RECORD, in_brief
 from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import CheckpointError
-from openpi_train.sharding.mesh import FSDP, TENSOR
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.best import Best, lowest_loss
 from openpi_train.training.metrics import json_number
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from openpi_train.checkpoints.step_dirs import best_of, complete_steps
 from openpi_train.data.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.interop.manifest import has_manifest
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.checkpoints.step_dirs import best_of, complete_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,15 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.best import held_out_loss, lowest_loss
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.data.files import write_json
 from openpi_train.data.interface import Feed, OpenedData
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import status
+from openpi_train.parallel.state import TrainState
 from openpi_train.planning.compiled import check_plan
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.memory import bytes_per_device
@@ -22,9 +26,7 @@ from openpi_train.runtime import agree, garbage, phases, preempt, session
 from openpi_train.runtime.exits import CheckpointError, RunError, StorageError
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
-from openpi_train.training import crash_loop, fencing
-from openpi_train.training.best import held_out_loss, lowest_loss
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.training import crash_loop
 from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.device_memory import fullest_device
 from openpi_train.training.device_speed import DeviceSpeed
@@ -40,7 +42,6 @@ from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
 from openpi_train.training.settling import batch_specs, this_machine
 from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace
 

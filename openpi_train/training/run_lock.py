@@ -1,14 +1,14 @@
 """Locks a run directory, so that a run is not started twice; process 0 holds the lock for its life. Read next:
-`fencing.py`, which takes over where there are no locks, `rundir.py`."""
+`checkpoints/fencing.py`, which takes over where there are no locks, `rundir.py`."""
 
 import logging
 import os
 import pathlib
 
+from openpi_train.checkpoints import fencing
 from openpi_train.runtime import locks
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import is_restart
-from openpi_train.training import fencing
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ Read next: `checkpoints/checkpoint_store.py` (the step directories), `metrics.py
 
 import contextlib
 import dataclasses
-import functools
-import importlib.metadata
 import logging
 import os
 import pathlib
@@ -25,6 +23,7 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints import fencing
 from openpi_train.data import hub
 from openpi_train.data.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
@@ -32,13 +31,13 @@ from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.runtime.passing_errors import is_storage_fault, patiently
+from openpi_train.runtime.versions import package_versions
 from openpi_train.runtime.world import is_restart
-from openpi_train.training import fencing, run_lock
+from openpi_train.training import run_lock
 from openpi_train.training.resume_point import resume_point
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("openpi_train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
 _MARK, _MARK_TIMEOUT_S = ".shared", 10.0
 _MOST_FOLDERS = 100  # in which a run of the same name is looked for
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
@@ -218,18 +217,6 @@ def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     }
     write_json(path / "environment.json", {"starts": [*starts, start]})
     write_json(path / "experiment.json", experiment)
-
-
-@functools.cache
-def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect the result."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 def environment() -> dict[str, Any]:

@@ -28,6 +28,8 @@ from openpi_train.data.feed import rows_of
 from openpi_train.data.interface import OpenedData
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.parallel.mesh import make_mesh, planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import settled
 from openpi_train.planning.forecast import Forecast, Machine, least_memory, recommend
 from openpi_train.planning.memory import Memory, require
@@ -37,8 +39,6 @@ from openpi_train.runtime.device_limits import memory_bytes, total_bytes
 from openpi_train.runtime.exits import DataError, Together
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
-from openpi_train.sharding.mesh import make_mesh, planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import StateLayout
 from openpi_train.training.prepare import BatchSpec, forecasts, layout_costs, make_trainer, whole_layout
 from openpi_train.training.resume_point import begun

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from openpi_train.checkpoints.best import held_out_loss
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.data.feed import differences, rows_of
 from openpi_train.data.files import write_json
 from openpi_train.data.interface import Feed, OpenedData
@@ -23,6 +25,7 @@ from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch import status
+from openpi_train.parallel.state import TrainState
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.device_limits import peak_flops
@@ -31,8 +34,6 @@ from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
-from openpi_train.training.best import held_out_loss
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.device_speed import DeviceSpeed
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
@@ -48,7 +49,6 @@ from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
 from openpi_train.training.settling import Settling, settle
-from openpi_train.training.state import TrainState
 from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.nn.attention import best_kind
 from openpi_train.nn.attention_check import flash_problem
 from openpi_train.objectives.objective import Objective
+from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.planning.forecast import Forecast
 from openpi_train.planning.memory import Memory, require_host
 from openpi_train.runtime import agree
@@ -23,7 +24,6 @@ from openpi_train.runtime.exits import CheckpointError, DataError, Together, Usa
 from openpi_train.runtime.phases import phase
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.sharding.strategy import HOST_MEMORY
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import require_writers
 from openpi_train.training.rundir import begins

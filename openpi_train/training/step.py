@@ -1,4 +1,4 @@
-"""The optimizer step of every run. Read next: `devices.py` (accumulation), `update.py`, `loop.py`.
+"""The optimizer step of every run. Read next: `parallel/devices.py` (accumulation), `parallel/update.py`, `loop.py`.
 
 norms on the whole batch -> per micro-batch loss and gradient, summed -> clip -> optimizer on trainable leaves -> EMA.
 In float16 the loss is scaled up, and the gradient is scaled down before clipping (`optim/loss_scale.py`).
@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.keys import row_keys
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import Params, mark_fixed, mark_learning, mark_unrolled, merge_module
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import EmaWarmup, LossScale, LossScaling, learning_rate
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
-from openpi_train.training.state import TrainState
-from openpi_train.training.update import Update
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.params import Params, mark_fixed, mark_learning, mark_unrolled, merge_module
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan
+from openpi_train.parallel.update import Update
 
 Metrics = dict[str, Float[Array, ""]]
 # openpi's parameter norm excludes these (by published name), and everything with fewer than two dims. The second

@@ -2,10 +2,10 @@
 
 from typing import NoReturn
 
+from openpi_train.parallel.state import TrainState
 from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import Preempted
 from openpi_train.training.run import Run
-from openpi_train.training.state import TrainState
 
 
 def stop_after(run: Run, step: int, state: TrainState, *, is_saved: bool) -> NoReturn:

@@ -10,7 +10,7 @@ import jax
 from openpi_train.evaluation.row_sampling import program
 from openpi_train.experiment import Experiment
 from openpi_train.models.model_config import as_policy
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.planning.costs import ROWS, bytes_per_row
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.generation import token_flops, token_step_bytes

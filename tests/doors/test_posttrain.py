@@ -28,12 +28,12 @@ from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import module_params
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, Lion
+from openpi_train.parallel.params import module_params
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.rewards.text_reward import TextReward
 from openpi_train.practice.text_practice import TextPractice

@@ -21,9 +21,9 @@ from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 
 SIZES = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8)
 MODEL = LanguageConfig(sizes=SIZES, dtype="float32", context_length=64)

@@ -15,12 +15,12 @@ from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import PreferenceBatch, TextBatch
 

@@ -15,10 +15,10 @@ from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import merge_module, module_params
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 
 VOCABULARY, LONGEST = 29, 48
 SIZES = DecoderSizes(

@@ -19,8 +19,8 @@ from openpi_train.data.tokenizer import load_tokenizer, state_text
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.models.prompted import causal_tokens, embed_prefix
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.next_token import NextToken
+from openpi_train.parallel.params import merge_module
 from openpi_train.sampling.decoding import decode
 
 pytestmark = pytest.mark.usefixtures("golden")

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan, shard_dim
-from openpi_train.training.state import TrainState
-from openpi_train.training.update import Update
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan, shard_dim
+from openpi_train.parallel.update import Update
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from trainers import make_trainer
 
 from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training.init import create_state
 
 pytestmark = pytest.mark.usefixtures("golden")

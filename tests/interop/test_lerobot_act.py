@@ -18,8 +18,8 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import open_file, open_model, write_file
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.act import ActConfig
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.conditional_vae import ConditionalVae
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 CONFIG, IO = act_case.config(), act_case.RECORDED.arrays

@@ -21,8 +21,8 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import open_file, open_model, write_file
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.smolvla import SmolVlaConfig
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError
 
 CONFIG, IO = smolvla_case.config(), smolvla_case.RECORDED.arrays

@@ -17,7 +17,7 @@ from openpi_train.interop.checkpoint_formats import model_params, open_checkpoin
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.act import ActConfig
-from openpi_train.nn.params import nested_params
+from openpi_train.parallel.params import nested_params
 from openpi_train.runtime.exits import CheckpointError
 
 

@@ -23,7 +23,7 @@ from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.types import Observation
 

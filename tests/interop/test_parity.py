@@ -9,7 +9,7 @@ from openpi_train_configs.fast import pi0_fast_tiny
 
 from openpi_train.interop.parity import compare_outputs
 from openpi_train.interop.stored_leaves import in_memory
-from openpi_train.nn.params import module_params
+from openpi_train.parallel.params import module_params
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 GENUINE = Path(__file__).parent / "language"

@@ -22,7 +22,7 @@ from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.convert_checkpoint import plan
 from openpi_train.tools.requests import ConvertRequest

@@ -24,7 +24,7 @@ from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models import pi0_network
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sampling.flow import FlowSampler
 

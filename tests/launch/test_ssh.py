@@ -19,8 +19,8 @@ from openpi_train_configs.debug import debug
 from openpi_train.launch import forms, remote, ssh
 from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
 from openpi_train.launch.options import Here, PerNode
+from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.strategy import ShardingConfig
 from openpi_train.training.rehearsal import check_ahead
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,12 +14,12 @@ from trainers import make_trainer
 from openpi_train.keys import row_keys
 from openpi_train.models.act import ActConfig
 from openpi_train.models.act_network import sine_grid
-from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.conditional_vae import ConditionalVae
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.flops import product_flops
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 
 # Without dropout, and with images of one stage: compiled in a second.
 SEEING = act_case.config(backbone_widths=(4,), n_decoder_layers=1, n_encoder_layers=1, dropout=0.0)

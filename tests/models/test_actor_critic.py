@@ -10,7 +10,7 @@ from openpi_train.models.accompanied import policy_of
 from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.params import module_params
+from openpi_train.parallel.params import module_params
 
 SIZES = DecoderSizes(vocab_size=24, width=16, depth=2, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, tied=False)
 LANGUAGE = LanguageConfig(sizes=SIZES, dtype="float32", remat="none")

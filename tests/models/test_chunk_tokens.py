@@ -10,7 +10,7 @@ from scipy.stats import chisquare, entropy
 from test_pi0 import built
 from test_pi0_fast import FAST, seen_by
 
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.sampling.action_token_law import ActionTokenLaw

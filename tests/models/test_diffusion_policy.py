@@ -12,9 +12,9 @@ from openpi_train.data.transforms import ExactDims, NumberPrompt
 from openpi_train.keys import row_keys
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop
-from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.parallel.params import merge_module, module_params
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.sampling.flow import FlowSampler

@@ -16,14 +16,14 @@ from openpi_train.interop.openpi import parameter_names, parameter_shapes
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import gatherings, merge_module, module_params
-from openpi_train.nn.remat import Remat
-from openpi_train.nn.shard import Gathering
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, LossScaling, LRSchedule
-from openpi_train.sharding.mesh import FSDP, TENSOR, make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.mesh import FSDP, TENSOR, make_mesh
+from openpi_train.parallel.params import gatherings, merge_module, module_params
+from openpi_train.parallel.remat import Remat
+from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import pytree
 

@@ -18,16 +18,16 @@ from openpi_train.models import pi0_network
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
-from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.memory import predict
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import lay_out
 from openpi_train.types import ActionBatch
 

@@ -15,8 +15,8 @@ from openpi_train.data.tokenizer import Tokenizer, load_tokenizer
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides
-from openpi_train.nn.params import merge_module
 from openpi_train.nn.siglip import SiglipConfig
+from openpi_train.parallel.params import merge_module
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.types import ActionBatch, Observation, flatten_rows
 

@@ -15,12 +15,12 @@ from test_pi0 import LORA, SIZES, SLOTS, TINY, built, draws, observation, produc
 from openpi_train import registry
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides
-from openpi_train.nn.params import merge_module
-from openpi_train.nn.shard import Shard
 from openpi_train.nn.vocabulary import log_probs, logits
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.objectives.next_token import NextToken
+from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.shard import Shard
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.decoding import choose_likeliest, decode
 from openpi_train.sampling.flow import FlowSampler

@@ -16,8 +16,8 @@ from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, without_additions
-from openpi_train.nn.params import gatherings, module_params
-from openpi_train.nn.shard import Gathering
+from openpi_train.parallel.params import gatherings, module_params
+from openpi_train.parallel.shard import Gathering
 from openpi_train.training.init import initial_state
 
 SIZES = DecoderSizes(vocab_size=24, width=16, depth=2, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, tied=False)

@@ -11,11 +11,11 @@ from flax import nnx
 from trainers import make_trainer
 
 from openpi_train.models.smolvla_network import encoded_time
-from openpi_train.nn.params import module_params
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import module_params
+from openpi_train.parallel.strategy import Plan
 
 # The smallest: one group of layers.
 SMALL = smolvla_case.config(num_vlm_layers=2, siglip=dataclasses.replace(smolvla_case.config().siglip, depth=1))

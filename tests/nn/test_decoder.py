@@ -16,8 +16,8 @@ from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gemma import Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.lora import AdapterConfig, merge_lora
-from openpi_train.nn.params import merge_module, module_params
 from openpi_train.nn.rotary_frequencies import RotaryFrequencies
+from openpi_train.parallel.params import merge_module, module_params
 from openpi_train.runtime.exits import UsageError
 
 NUMBERS = np.random.default_rng(0)

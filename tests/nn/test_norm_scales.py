@@ -20,10 +20,10 @@ from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import mark_unrolled, merge_module, module_params
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.devices import Devices
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import mark_unrolled, merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 
 SIZES = DecoderSizes(
     vocab_size=64, width=32, depth=3, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, query_key_norms=True

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from openpi_train.nn.params import mark_learning
-from openpi_train.nn.shard import Gathering, Shard
 from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, remat_of, token_scores
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import mark_learning
+from openpi_train.parallel.shard import Gathering, Shard
 from openpi_train.planning.flops import product_flops
-from openpi_train.sharding.mesh import make_mesh
 
 NUMBERS = np.random.default_rng(0)
 VOCABULARY, WIDTH, LENGTH = 40, 6, CHUNK_TOKENS + 11

@@ -21,12 +21,12 @@ from trainers import make_trainer
 from openpi_train.launch.processes import free_port
 from openpi_train.models.reference import ReferencedConfig
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.types import TextBatch
 
 LAYOUTS = {"replicated x 4": ("replicated", 1, 4), "zero2 x 1": ("zero2", 4, 1), "zero3 x 4": ("zero3", 4, 4)}

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from openpi_train.optim import EmaWarmup
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.state import TrainState
-from openpi_train.training.update import Update
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import Plan
+from openpi_train.parallel.update import Update
 
 
 def test_decays_are_those_of_diffusion_policy():

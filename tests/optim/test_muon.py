@@ -28,12 +28,12 @@ from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.lora import AdapterConfig
-from openpi_train.nn.params import module_params
-from openpi_train.nn.shard import Gathering
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.optim import LRSchedule, Muon
 from openpi_train.optim.muon import num_parts
 from openpi_train.optim.state_rules import is_stacked
+from openpi_train.parallel.params import module_params
+from openpi_train.parallel.shard import Gathering
 
 SIZES = {"depth": 2, "mlp_dim": 12, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
 LORA = {"lora_attention_rank": 3, "lora_mlp_rank": 3}

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from openpi_train import registry
-from openpi_train.nn.params import module_params
 from openpi_train.optim import OPTIMIZERS, SGD, Adafactor, AdamW, Lion, LRSchedule, Muon, named_optimizer
 from openpi_train.optim.optimizer_config import OptimizerConfig
+from openpi_train.parallel.params import module_params
 
 SHAPES = {
     "layers/weight": (3, 6, 4),

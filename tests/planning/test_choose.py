@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.nn.remat import RematChoice
+from openpi_train.parallel.mesh import make_mesh, planned_mesh
+from openpi_train.parallel.remat import RematChoice
+from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.choose import layouts, settled
 from openpi_train.planning.forecast import USABLE, Machine
 from openpi_train.planning.memory import predict
@@ -16,8 +18,6 @@ from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
 from openpi_train.runtime.device_limits import memory_bytes, total_bytes
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sharding.mesh import make_mesh, planned_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.training.prepare import forecasts, policy_costs, whole_layout
 from openpi_train.training.settling import Settling
 

@@ -8,10 +8,10 @@ import pytest
 from openpi_train_configs.arithmetic_runs import arithmetic_sft
 from openpi_train_configs.debug import debug
 
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning import costs
 from openpi_train.planning.live_bytes import Moment
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
 
 ONE = Plan(mesh=planned_mesh(1, 1), strategy="replicated")

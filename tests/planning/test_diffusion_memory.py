@@ -12,14 +12,14 @@ import pytest
 from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 from openpi_train.models.denoisers import UnetSizes
+from openpi_train.parallel.mesh import FSDP, planned_mesh
+from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.costs import cost, gpu_activation_bytes
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import CUBLAS_BYTES, predict
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN
-from openpi_train.sharding.mesh import FSDP, planned_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.tools import ahead, plan
 from openpi_train.training import prepare
 

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from openpi_train.nn.attention import attend
-from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.remat import keep_input
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.remat import keep_input
 from openpi_train.planning.flops import product_flops, rewritten_bytes
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.targets import TARGETS

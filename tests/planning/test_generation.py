@@ -10,10 +10,10 @@ from openpi_train_configs.gsm8k_runs import gsm8k_sft_llama32_1b
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.memory import DoesNotFit, require
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.tools import plan, plan_text
 from openpi_train.tools.lowered_generator import LoweredGenerator
 

@@ -11,14 +11,14 @@ from practice.wandering import wandering
 
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.reference import ReferencedConfig
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import forecast
 from openpi_train.planning.generation import token_flops, token_step_bytes
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, forecast_iteration
 from openpi_train.planning.memory import DoesNotFit, Memory, require
 from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import plan, plan_text
 from openpi_train.training.prepare import traced_practice, whole_layout
 

@@ -10,11 +10,11 @@ from openpi_train.data.files import write_json
 from openpi_train.experiment import Experiment
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.forecast import Forecast
 from openpi_train.planning.memory import DoesNotFit, Memory, predict, require
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan, ShardingConfig
 from openpi_train.tools import ahead, plan
 from openpi_train.training.prepare import whole_layout
 

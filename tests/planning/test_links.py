@@ -2,8 +2,8 @@
 
 import pytest
 
+from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR, planned_mesh
 from openpi_train.planning.links import Flow, flows
-from openpi_train.sharding.mesh import FSDP, REPLICA, TENSOR, planned_mesh
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from openpi_train.nn.layers import scan_layers, stack_layers
-from openpi_train.nn.params import mark_fixed, mark_unrolled, merge_module, module_params
+from openpi_train.parallel.layers import scan_layers, stack_layers
+from openpi_train.parallel.params import mark_fixed, mark_unrolled, merge_module, module_params
 from openpi_train.planning.costs import ROWS, bytes_per_row
 from openpi_train.planning.live_bytes import Compiler, Moment, moments, peak_bytes
 

@@ -9,12 +9,12 @@ import pytest
 from openpi_train import registry
 from openpi_train.nn import attention, siglip
 from openpi_train.nn.attention import Heads
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import settled
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare, start_check
 
 

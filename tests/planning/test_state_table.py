@@ -13,11 +13,11 @@ from openpi_train_configs.fast import pi05_bridge_insulated
 from openpi_train_configs.paligemma_policies import paligemma_flow_lora
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj, pi0_bridge_traj_lora
 
+from openpi_train.parallel.mesh import TENSOR, make_mesh, planned_mesh
+from openpi_train.parallel.strategy import CUT, Plan
 from openpi_train.planning.choose import layout_cost
 from openpi_train.planning.memory import predict, slice_bytes
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.sharding.mesh import TENSOR, make_mesh, planned_mesh
-from openpi_train.sharding.strategy import CUT, Plan
 from openpi_train.tools.plan import find_machine
 from openpi_train.training.prepare import whole_layout
 

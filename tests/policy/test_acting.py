@@ -19,14 +19,14 @@ from flax import nnx
 from openpi_train.data.windows import WindowShape
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.sampler import Sampler
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.real_time_chunking import prefix_weights
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 
 AHEAD, STEPS, ROWS = 5, 17, 2
 # With fewer of them the guidance is never so strong that it is clipped.

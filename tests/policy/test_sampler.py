@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from openpi_train.objectives.indicator_flow import IndicatorFlow
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.sampler import Sampler
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 
 LENGTHS = (48, 16, 32)
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 
+from openpi_train.parallel.strategy import Plan
 from openpi_train.practice.practice_feed import PracticeFeed
-from openpi_train.sharding.strategy import Plan
 
 
 @dataclasses.dataclass

@@ -14,17 +14,17 @@ from practice.scripted import UNITS, ScriptedActor, ScriptedPractice
 from trainers import make_trainer
 
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.strategy import Plan
 from openpi_train.practice.advantages import group_relative
 from openpi_train.practice.collection import Collection
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.practice.shown import best_and_worst
 from openpi_train.sampling.law import Law, UnitScores
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
 
 BATCH = 4

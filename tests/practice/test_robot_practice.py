@@ -23,6 +23,8 @@ from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.indicator_flow import IndicatorFlow
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.runtime.exits import DataError, UsageError
@@ -34,8 +36,6 @@ from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sampling.flow_law import FlowLaw
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import PracticeBatch, tree_of
 

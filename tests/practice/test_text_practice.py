@@ -22,9 +22,11 @@ from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
-from openpi_train.nn.params import merge_module, module_params
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module, module_params
+from openpi_train.parallel.strategy import Plan
 from openpi_train.practice.practice_feed import PracticeFeed
 from openpi_train.practice.rewards import reward_model
 from openpi_train.practice.rewards.text_reward import TextReward
@@ -32,8 +34,6 @@ from openpi_train.practice.text_actor import TextActor
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training import settling
 from openpi_train.training.init import create_state
 

@@ -17,7 +17,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import LRSchedule
-from openpi_train.sharding.strategy import ShardingConfig
+from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.types import pytree, tree_of
 
 WIDTH, INPUTS = 16, 6

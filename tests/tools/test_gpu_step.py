@@ -11,7 +11,7 @@ import pytest
 from runs.command import openpi_train
 
 from openpi_train import cli
-from openpi_train.nn.remat import Remat
+from openpi_train.parallel.remat import Remat
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBuffer
 from openpi_train.planning.gpu.targets import target_of

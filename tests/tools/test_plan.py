@@ -12,10 +12,10 @@ from runs.command import openpi_train
 from openpi_train import cli
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
-from openpi_train.nn.remat import Remat
+from openpi_train.parallel.remat import Remat
+from openpi_train.parallel.strategy import CUT
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.sharding.strategy import CUT
 from openpi_train.tools import ahead, plan, plan_text
 from openpi_train.training import prepare
 

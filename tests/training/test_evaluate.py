@@ -17,16 +17,16 @@ from trainers import make_evaluator, make_trainer, running_of
 from openpi_train.data.feed import RowFeed
 from openpi_train.evaluation.measure import Evaluated, Evaluations
 from openpi_train.evaluation.sums import Ratio
-from openpi_train.nn.params import merge_module
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.objectives.next_token import NextToken
 from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.noise_schedule import NoiseSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import create_state
 from openpi_train.types import mask_rows

@@ -13,12 +13,12 @@ from flax import nnx
 from trainers import make_trainer
 
 from openpi_train import registry
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import SGD, AdamW, LossScaling, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime.exits import CheckpointError, NumbersError
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.init import create_state
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.step import num_updates

@@ -12,11 +12,11 @@ from openpi_train_configs.debug import debug
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj
 
 from openpi_train.nn.gemma_sizes import GemmaOverrides
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.mesh import planned_mesh
+from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import predict
-from openpi_train.sharding.mesh import planned_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training import prepare
 from openpi_train.training.init import trained_graph
 

@@ -15,8 +15,8 @@ from openpi_train.data.windows import WindowShape
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.evaluation.closed_loop_success import MeshPolicy
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 
 HORIZON = 4
 

@@ -8,11 +8,11 @@ import toy
 from checkpoint_process import SAVED_WITH, same_bits
 from trainers import make_trainer
 
+from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.optim import OPTIMIZERS, AdamW, LRSchedule
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.memory import predict
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
-from openpi_train.training.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.training.init import create_state
 from openpi_train.training.step import num_updates
 

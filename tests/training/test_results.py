@@ -6,10 +6,10 @@ import jax
 import pytest
 from openpi_train_configs.debug import debug
 
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import CheckpointError
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.training.results import write_results
 
 

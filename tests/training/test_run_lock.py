@@ -13,10 +13,11 @@ import threading
 import pytest
 from openpi_train_configs.debug import debug
 
+from openpi_train.checkpoints import fencing
 from openpi_train.fields import as_json
 from openpi_train.runtime import locks, waiting
 from openpi_train.runtime.exits import USAGE, UsageError
-from openpi_train.training import fencing, run_lock
+from openpi_train.training import run_lock
 from openpi_train.training.rundir import open_run
 
 HOLD = """

@@ -8,8 +8,8 @@ from jax._src.source_info_util import ExtendNameStackContextManager
 
 from openpi_train import registry
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training.init import lay_out
 from openpi_train.training.step import Trainer
 

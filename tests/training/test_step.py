@@ -12,8 +12,8 @@ from trainers import make_trainer
 
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.training.init import create_state
 
 SCHEDULE = LRSchedule(warmup_steps=2, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)

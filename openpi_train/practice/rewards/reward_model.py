@@ -18,7 +18,7 @@ from openpi_train.interop.stored_leaves import Stored, place
 from openpi_train.models.accompanied import policy_of
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.reward import SCORE, RewardConfig
-from openpi_train.nn.params import merge_module
+from openpi_train.parallel.params import merge_module
 from openpi_train.practice.rewards.text_reward import Completed
 from openpi_train.runtime.exits import UsageError
 

@@ -10,12 +10,12 @@ from openpi_train_configs.debug import debug
 from record_hlo import NUM_LAYERS, ROWS, WIDTH
 
 from openpi_train.data.files import write_json
+from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.runtime.device_kinds import UNKNOWN, find_kind
-from openpi_train.sharding.mesh import make_mesh
-from openpi_train.sharding.strategy import Plan
 from openpi_train.tools import report_parts
 from openpi_train.tools.run_files import RunFiles
 from openpi_train.training.results import write_results

@@ -1,0 +1,416 @@
+"""Stacks of layers, run in a loop or one after the other, and how devices that shard them gather each.
+
+Read next: `remat.py`, then `nn/siglip.py` and `nn/gemma.py`, which use these.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array
+
+from openpi_train.parallel.params import AS_GATHERED, FIXED, UNROLLED
+from openpi_train.parallel.remat import Remat, recomputed
+from openpi_train.parallel.shard import Gathering, Shard, is_shard, whole
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs, *, is_cut: bool = False) -> M:
+    """One module with the parameters of `depth` separately initialised layers, stacked on a new first axis.
+
+    Run it by `scan_layers` and the functions below, which gather each layer when it runs. `is_cut`: training may run it
+    by `scan_to_last`, whose copy the forecast of memory then counts.
+    """
+    stacked = nnx.vmap(make)(rngs.split(depth))
+    for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
+        variable.set_metadata(gathering=Gathering.BY_LAYER, is_cut=is_cut)
+    return stacked
+
+
+def _split(stacked: nnx.Module) -> tuple[nnx.GraphDef, Any]:
+    """Graph and parameters of a stack. Raises ValueError if `stack_layers` did not make it."""
+    graph, params = nnx.split(stacked)
+    for path, variable in nnx.to_flat_state(params):
+        if isinstance(variable, nnx.Param) and variable.get_metadata("gathering", None) is not Gathering.BY_LAYER:
+            raise ValueError(
+                f"{'/'.join(map(str, path))} of these layers was not made by stack_layers: devices that shard it "
+                "would gather all layers at once. Make the stack by stack_layers"
+            )
+    return graph, params
+
+
+def scan_layers(
+    stacked: M, body: Callable[[M, Any, Any], tuple[Any, Any]], carry: Any, per_layer: Any = None, *, remat: Remat
+) -> tuple[Any, Any]:
+    """Apply a stack of layers in order.
+
+    Layers that are marked by `params.py: mark_unrolled` become code of their own, one after the other, instead of a
+    loop: then what the backward pass needs is not copied into stacks and out of them again, and compiling takes longer.
+
+    Args:
+        stacked: result of `stack_layers`.
+        body: (layer, carry, this layer's slice of `per_layer`) -> (carry, output).
+        carry: the value passed from layer to layer.
+        per_layer: a tree of arrays with the layers on the first axis, or None.
+        remat: what the backward pass recomputes.
+
+    Returns:
+        The last carry, and the layers' outputs stacked on a first axis.
+    """
+    graph, params = _split(stacked)
+
+    fetches, unrolled = _has_shards(params), _is_unrolled(params)
+
+    def step(carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+        layer = _gathered(layer)
+        if unrolled and remat == "full":
+            carry, layer = _with_own_gradients(carry, layer, sent=fetches)
+        return body(nnx.merge(graph, layer), carry, extra)
+
+    if not unrolled:
+        return _loop(step, carry, params, per_layer, remat, fetches)
+    before, last_extra = (jax.tree.map(lambda x, part=part: x[part], per_layer) for part in (slice(-1), -1))
+    carry, outputs, last = _unrolled(step, carry, params, before, remat, fetches)
+    run_last = recomputed(step, remat, fetches, unrolled=True)
+    carry, output = run_last(jax.tree.map(_in_order, carry), _with_copies(last), last_extra)
+    return carry, jax.tree.map(lambda rest, one: jnp.concatenate([rest, one[None]]), outputs, output)
+
+
+# (what is passed from layer to layer, a layer's parameters, its slice of `per_layer`) -> (what is passed on, output)
+_Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def _loop(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> tuple[Any, Any]:
+    """`jax.lax.scan` over the layers with what `remat` recomputes in the backward pass."""
+    run = recomputed(step, remat, fetches, unrolled=False)
+    return jax.lax.scan(lambda carry, inputs: run(carry, *inputs), carry, (layers, per_layer))
+
+
+def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> Any:
+    """The same as code for one layer after the other, but without the last one, whose parameters come last.
+
+    A layer passes the parameters of the next one on. So its backward pass has their gradients, which are summed over
+    the devices meanwhile, and gives them on together with that of its own input: the layer before begins when they are
+    there. Left to itself XLA puts the products for gradients of weights off, and keeps what they read, and sums most
+    gradients over the devices at the end of the step (jaxlib 0.10.2).
+
+    Layers read shards and vectors from the stack: of what the backward pass keeps XLA would make copies, of shards in
+    float32 and in the order in which they are gathered. They read fixed matrices when they run: XLA copies what is read
+    of a stack, and would else do so for all layers at the beginning.
+
+    Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
+    the batch last in those of a SigLIP and transposes between its products.
+    """
+
+    def read(index: Any, carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+        return step(carry, _read_from(layers, index, layer, carry), extra)
+
+    # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
+    run = recomputed(read, remat, fetches, unrolled=True)
+
+    def turn(state: Any, inputs: Any) -> Any:
+        (carry, layer), (index, following, extra) = state, inputs
+        # Those that are fixed do not pass: the function would give them gradients, of zeros.
+        trained = jax.tree.map(lambda leaf: None if _is_fixed(leaf) else leaf, following, is_leaf=_is_variable)
+        carry, trained = _with_gradients_at_once((jax.tree.map(_in_order, carry), trained))
+        following = jax.tree.map(
+            lambda one, given: given if one is None else one, trained, following, is_leaf=_is_variable_or_none
+        )
+        carry, output = run(index, carry, _with_copies(layer), extra)
+        return (carry, following), output
+
+    first, later = jax.tree.transpose(jax.tree.structure(layers), None, jax.tree.map(_first_and_later, layers))
+    indices = jnp.arange(len(jax.tree.leaves(later)[0]))
+    (carry, last), outputs = jax.lax.scan(turn, (carry, first), (indices, later, per_layer), unroll=True)
+    return carry, outputs, last
+
+
+def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any]:
+    """What a layer reads; the gradient of `carry` waits for those of the layer's trained weights.
+
+    XLA would else put their products off until after the layer before is computed again, and keep what they read. Where
+    gradients are then `sent` it waits for the wide ones alone (metadata `wide`, `nn/gated_mlp.py`), whose products read
+    most: waiting for all would leave less to do while they are sent.
+    """
+
+    def waits(leaf: Any) -> bool:
+        return _is_variable(leaf) and not _is_fixed(leaf) and (not sent or leaf.get_metadata("wide", False))
+
+    own = jax.tree.map(lambda leaf: leaf if waits(leaf) else None, layer, is_leaf=_is_variable)
+    carry, own = _held((carry, own))
+    return carry, jax.tree.map(lambda a, b: b if a is None else a, own, layer, is_leaf=_is_variable_or_none)
+
+
+@jax.custom_vjp
+def _held(inputs: Any) -> Any:
+    """The inputs; what reads the gradient of one of these arrays waits for those of all."""
+    return inputs
+
+
+def _held_backward(_: None, gradients: Any) -> Any:
+    leaves, tree = jax.tree.flatten(gradients)
+    return (jax.tree.unflatten(tree, _together(leaves)),)
+
+
+_held.defvjp(lambda inputs: (inputs, None), _held_backward)
+
+
+def _read_from(stack: Any, index: Any, layer: Any, carry: Any) -> Any:
+    """The parameters of the layer with this index, which gets `carry`; shards that are gathered again in the backward
+    pass, vectors, and what is fixed are read from the stack, with gradients to the layer's own."""
+
+    def read(one: Any, of_all: Any) -> Any:
+        value = one.get_value() if _is_variable(one) else None
+        if isinstance(value, jax.Array) and value.ndim > 1 and _is_fixed(one):
+            return one.replace(_entry_for(carry, of_all.get_value(), index))
+        if isinstance(value, jax.Array) and value.ndim == 1:
+            read_entry = _entry if _is_fixed(one) else _read_entry  # which would compute a gradient
+            return one.replace(read_entry(of_all.get_value(), index, value))
+        if not isinstance(value, Shard) or value.is_kept:
+            return one
+        return one.replace(dataclasses.replace(value, part=_read_entry(of_all.get_value().part, index, value.part)))
+
+    return jax.tree.map(read, layer, stack, is_leaf=_is_variable)
+
+
+def _entry_for(carry: Any, stack: Array, index: Array) -> Array:
+    """The entry of a stack with this index, read when `carry` is there."""
+    there = jax.tree.map(jax.lax.stop_gradient, carry)
+    index, _ = jax.lax.optimization_barrier((index, there))
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _entry(stack: Array, index: Array, entry: Array) -> Array:
+    """The entry of a stack with this index, which is `entry` and gets the gradient."""
+    del entry
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+_read_entry = jax.custom_vjp(_entry)
+_read_entry.defvjp(lambda *inputs: (_entry(*inputs), None), lambda _, gradient: (None, None, gradient))
+
+
+@jax.custom_vjp
+def _with_gradients_at_once(inputs: Any) -> Any:
+    """The inputs; what reads the gradient of one of these arrays waits for those of all. Gradients are in the order of
+    their dims."""
+    return inputs
+
+
+def _gradients_at_once(_: None, gradients: Any) -> Any:
+    leaves, tree = jax.tree.flatten(gradients)
+    waiting = jax.tree.leaves(jax.tree.map(_as_sent, gradients, is_leaf=is_shard))
+    ordered = [leaf if leaf.dtype == jax.dtypes.float0 else _in_order(leaf) for leaf in waiting]
+    passed = [one.astype(leaf.dtype) for one, leaf in zip(_together(ordered), leaves, strict=True)]
+    return (jax.tree.unflatten(tree, passed),)
+
+
+def _together(gradients: Sequence[Array]) -> list[Array]:
+    """The gradients; what reads one of them waits for all."""
+    found = list(gradients)
+    # In a tensor group some vary over its devices: jax 0.10 gives all that pass a barrier the type of those.
+    groups: dict[Any, list[int]] = {}
+    for n, gradient in enumerate(gradients):
+        if gradient.dtype != jax.dtypes.float0:
+            groups.setdefault(_axes(gradient), []).append(n)
+    for numbers in groups.values():
+        passed = jax.lax.optimization_barrier([gradients[n] for n in numbers])
+        for n, gradient in zip(numbers, passed, strict=True):
+            found[n] = gradient
+    return found
+
+
+def _as_sent(gradient: Any) -> Any:
+    """A gradient in the type in which it was sent, if it was: its values are of that type. It waits in it, and is
+    widened when it is written to the stack."""
+    if not is_shard(gradient):
+        return gradient
+    return dataclasses.replace(gradient, part=gradient.part.astype(gradient.reduce_dtype))
+
+
+def _axes(x: Array) -> frozenset[str]:
+    """The mesh axes over whose devices `x` varies, in jax's types."""
+    found = jax.typeof(x).manual_axis_type
+    return frozenset(found.varying) if found else frozenset()
+
+
+_with_gradients_at_once.defvjp(lambda inputs: (inputs, None), _gradients_at_once)
+
+
+def _in_order(x: Array) -> Array:
+    """`x`, in the order of its dims in memory, as its gradient will be."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
+
+
+@jax.custom_vjp
+def _cut_first(x: Array) -> tuple[Array, Array]:
+    """The first entry, and the others. Their gradients are written to a stack."""
+    return x[0], x[1:]
+
+
+_cut_first.defvjp(
+    lambda x: (_cut_first(x), None),
+    lambda _, gradients: (_stacked(gradients),),
+)
+
+
+def _stacked(gradients: tuple[Array, Array]) -> Array:
+    """The gradients of the first layer and of the others, written before they are read: XLA would have the optimizer's
+    kernels read them one by one, which took an H200 three times as long as reading a stack (docs/benchmarks.md)."""
+    first, later = gradients
+    return jax.lax.optimization_barrier(jnp.concatenate([_in_order(first)[None], later]))
+
+
+def _first_and_later(x: Array) -> tuple[Array, Array]:
+    return _cut_first(x) if jnp.issubdtype(x.dtype, jnp.inexact) else (x[0], x[1:])
+
+
+def _with_copies(layer: Any) -> Any:
+    """A layer's parameters with copies of the shards that are kept for the backward pass, entry by entry where products
+    read them so."""
+
+    def with_copy(leaf: Any) -> Any:
+        value = leaf.get_value() if _is_variable(leaf) else None
+        if not isinstance(value, Shard) or not value.is_kept:
+            return leaf
+        entries = _entries(leaf)
+        copy = value.whole() if entries is None else tuple(entry.whole() for entry in entries)
+        return leaf.replace(value.with_copy(jax.lax.stop_gradient(copy)))
+
+    return jax.tree.map(with_copy, layer, is_leaf=_is_variable)
+
+
+def _entries(variable: nnx.Variable) -> tuple[Shard, ...] | None:
+    """The shards of a weight of which a product reads one entry of the first axis (metadata `by_entry`)."""
+    return variable.get_value().entries if variable.get_metadata("by_entry", False) else None
+
+
+def _is_unrolled(params: Any) -> bool:
+    """Whether these parameters are marked so."""
+    return _is_marked(params, UNROLLED)
+
+
+def _is_marked(params: Any, name: str) -> bool:
+    return any(leaf.get_metadata(name, False) for leaf in jax.tree.leaves(params, is_leaf=_is_variable))
+
+
+def _gathered(layer_params: Any) -> Any:
+    """The parameters of one layer for training, with every shard gathered.
+
+    Weights of which a product reads one entry of the first axis (metadata `by_entry`) become tuples of these entries,
+    each gathered by itself: then no entry need be copied out of a gathered array.
+    """
+
+    def gathered(variable: Any) -> Any:
+        value = variable.get_value()
+        if not is_shard(value):
+            return variable
+        entries = _entries(variable)
+        if entries is None:
+            return variable.replace(value.whole(wide=True))
+        return variable.replace(tuple(entry.whole(wide=True) for entry in entries))
+
+    return jax.tree.map(gathered, layer_params, is_leaf=_is_variable)
+
+
+def each_layer(stacked: M) -> list[M]:
+    """The layers one by one, as copies. A loop that reads these need not cut them out of the stack in every round."""
+    graph, params = _split(stacked)
+    depth = len(jax.tree.leaves(params)[0])
+    return [nnx.merge(graph, whole(jax.tree.map(lambda x, n=n: x[n], params))) for n in range(depth)]
+
+
+def _has_shards(params: Any) -> bool:
+    """Whether some of these parameters are shards, or to be treated so."""
+    return any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard))) or _is_marked(params, AS_GATHERED)
+
+
+def scan_to_last(
+    stacked: M,
+    body: Callable[[M, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    per_layer: Any = None,
+    *,
+    remat: Remat,
+    dtype: Any,
+) -> tuple[Any, Any, M]:
+    """Apply all layers but the last one, with a backward pass: the result of `scan_layers`, and the last layer, which
+    may then be computed differently.
+
+    What needs a gradient is cut, which copies it. Matrices, which layers cast to `dtype` anyway, are therefore cast
+    first: the copy is then the only one, and half the size in bfloat16. Norm scales and biases are unchanged (they are
+    used in float32), and so are shards, which are cast when gathered. What is kept fixed (`params.py: mark_fixed`), and
+    need not be cast, is read from the stack layer by layer; shards whose gathered layers are kept are cut, too.
+    """
+    graph, params = _split(stacked)
+
+    def is_read(variable: nnx.Variable) -> bool:
+        value = variable.get_value()
+        in_type = not value.is_kept if is_shard(value) else value.ndim < 3 or value.dtype == dtype
+        return in_type and variable.get_metadata(FIXED, False)
+
+    def parts(keep: Callable[[nnx.Variable], bool]) -> Any:
+        return jax.tree.map(lambda leaf: leaf if keep(leaf) else None, params, is_leaf=_is_variable)
+
+    def cast(x: Any) -> Any:
+        return x if is_shard(x) or x.ndim < 3 else x.astype(dtype)
+
+    read, unrolled = parts(is_read), _is_unrolled(params)
+    cut = jax.tree.map(cast, parts(lambda leaf: not is_read(leaf)), is_leaf=is_shard)
+
+    def entry(variable: nnx.Variable, index: Any, carry: Any) -> nnx.Variable:
+        value = variable.get_value()
+        if unrolled and not is_shard(value) and value.ndim > 2:
+            return variable.replace(_entry_for(carry, value, index))
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), variable)
+
+    def whole_layer(index_and_others: Any, carry: Any) -> M:
+        index, others = index_and_others
+        mine = jax.tree.map(lambda one: entry(one, index, carry), read, is_leaf=_is_variable)
+        layer = jax.tree.map(lambda a, b: b if a is None else a, mine, others, is_leaf=_is_variable_or_none)
+        return nnx.merge(graph, _gathered(layer))
+
+    def step(carry: Any, index_and_others: Any, extra: Any) -> tuple[Any, Any]:
+        return body(whole_layer(index_and_others, carry), carry, extra)
+
+    depth = len(jax.tree.leaves(params)[0])
+    fetches = bool(jax.tree.leaves(read)) or _has_shards(params)
+    if unrolled:
+        carry, outputs, last = _unrolled(step, carry, (jnp.arange(depth), cut), per_layer, remat, fetches)
+        last = _with_copies(last)
+    else:
+        before = jnp.arange(depth - 1), jax.tree.map(lambda x: x[:-1], cut)
+        carry, outputs = _loop(step, carry, before, per_layer, remat, fetches)
+        last = depth - 1, jax.tree.map(lambda x: x[-1], cut)
+    return carry, outputs, whole_layer(last, carry)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _is_fixed(leaf: Any) -> bool:
+    return _is_variable(leaf) and leaf.get_metadata(FIXED, False)
+
+
+def _is_variable_or_none(leaf: Any) -> bool:
+    return leaf is None or _is_variable(leaf)
+
+
+def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any, M]:
+    """Apply all layers but the last: returns the result of `scan_layers`, and the last layer. Copies no layer.
+
+    Only without a backward pass: here the gradient of each layer would be as large as the stack.
+    """
+    graph, params = _split(stacked)
+
+    def layer(index: Any) -> M:
+        return nnx.merge(graph, whole(jax.tree.map(lambda x: x[index], params)))
+
+    depth = len(jax.tree.leaves(params)[0])
+    return *jax.lax.scan(lambda carry, index: body(layer(index), carry), carry, jnp.arange(depth - 1)), layer(-1)
