@@ -27,7 +27,7 @@ from openpi_train.planning.gpu.run_account import run_account
 from openpi_train.policy.sampler import Sampler
 from openpi_train.runtime.device_kinds import kind_of
 from openpi_train.runtime.device_limits import total_bytes
-from openpi_train.training.prepare import this_machine
+from openpi_train.training.settling import this_machine
 from openpi_train.types import OPENPI_SLOTS
 
 POLICIES = ("pi0_bridge_traj", "pi05_bridge")

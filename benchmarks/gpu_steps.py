@@ -31,7 +31,7 @@ from openpi_train.planning.gpu.run_account import run_account
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.device_limits import peak_flops, total_bytes
-from openpi_train.training.prepare import choose, this_machine
+from openpi_train.training.settling import Settling, this_machine
 from openpi_train.types import OPENPI_SLOTS
 
 COLUMNS = ("case", "rows", "compile s", "step ms", "samples/s", "MFU", "bound ms", "step / bound", "of it products ms")
@@ -190,7 +190,7 @@ class Running:
         machine = this_machine(total_bytes(jax.devices()[0]))
         self.account = run_account(self.step, machine, self.compile_s)
         spec_of = None if _reads_texts(experiment) else functools.partial(model.batch_spec, cameras=slots)
-        memory = choose(self.trial.experiment, self.trial.prepared.layout, machine, spec_of).memory
+        memory = Settling(given=self.trial.experiment, machine=machine, batch_spec=spec_of).chosen.memory
         self.forecast_bytes = memory.state + memory.step
 
     def _texts(self) -> Any:

@@ -15,10 +15,9 @@ import numpy as np
 from openpi_train.cli import parse_experiment
 from openpi_train.experiment import Experiment
 from openpi_train.parallel.state import TrainState
-from openpi_train.planning.memory import require
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.init import initial_state
-from openpi_train.training.prepare import Prepared, prepare_without_data
+from openpi_train.training.settling import Prepared, Settling
 from openpi_train.training.step import StepFunction
 from openpi_train.types import OPENPI_SLOTS, action_batch, flatten_rows
 
@@ -59,9 +58,9 @@ class Trial:
     @classmethod
     def of(cls, experiment: Experiment) -> "Trial":
         """Prepare the run. Raises UsageError if it does not fit the devices."""
-        prepared = prepare_without_data(experiment, find_world(WorldFlags(), {}))
-        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
-        return cls(prepared.experiment, prepared)
+        settling = Settling.here(experiment, find_world(WorldFlags(), {}))
+        settling.require_room()
+        return cls(settling.prepared.experiment, settling.prepared)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:

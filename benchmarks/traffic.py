@@ -25,7 +25,7 @@ from openpi_train.parallel.strategy import CUT, Strategy
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.settling import Settling
 from openpi_train.types import OPENPI_SLOTS
 
 NUM_DEVICES = 8
@@ -71,7 +71,7 @@ def _row(experiment: Experiment, strategy: Strategy, num_micros: int) -> list[Ce
         fsdp_devices=groups // 2 if strategy == "hsdp" else None,
         grad_accum=num_micros,
     )
-    prepared = prepare_without_data(experiment, find_world(WorldFlags(), {}))
+    prepared = Settling.here(experiment, find_world(WorldFlags(), {})).prepared
     trainer, layout = prepared.trainer, prepared.layout
     batch = experiment.model.batch_spec(experiment.batch_size, OPENPI_SLOTS)
     began = time.monotonic()

@@ -164,7 +164,18 @@ class Experiment:
 
     def open_data(self) -> OpenedData:
         """Open the run's data. Raises DataError with what to do."""
-        request = OpeningRequest(
+        with reported_as(DataError):
+            return self.data.open(self._opening_request())
+
+    def data_are_ready(self) -> bool:
+        """Whether `open_data` would write nothing and read nothing at length."""
+        try:
+            return self.data.is_ready(self._opening_request())
+        except (DataError, UsageError, ValueError, OSError):
+            return False  # `examine` says why
+
+    def _opening_request(self) -> OpeningRequest:
+        return OpeningRequest(
             model=self.model,
             seed=self.seed,
             batch_size=self.batch_size,
@@ -173,8 +184,6 @@ class Experiment:
             assets_dir=self.assets_dir,
             prompts=self.eval.prompts(),
         )
-        with reported_as(DataError):
-            return self.data.open(request)
 
     @property
     def demonstrations(self) -> DataConfig:

@@ -271,7 +271,7 @@ def main(channel: socket.socket) -> None:
 
     import openpi_train.launch.forms
     import openpi_train.registry
-    import openpi_train.training.prepare
+    import openpi_train.training.settling
     import openpi_train.training.start  # noqa: F401
 
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to all: the tests end us

@@ -205,7 +205,7 @@ def possible(names: Sequence[str], missing: Sequence[str], drilled: Drilled, *, 
 
 def possible_windows(kind: Kind, drilled: Drilled, *, is_next: bool) -> list[str]:
     """The windows of a kind that the experiment comes to."""
-    absent = set() if drilled.is_local else {"local save"}
+    absent = {"save copy"} if drilled.is_local else {"local save"}  # a local save's copy is that of the next save
     absent |= set() if drilled.acts else {"acting"}
     return [window for window in (kind.starting if is_next else kind.running) if window not in absent]
 

@@ -121,6 +121,11 @@ class DataConfig(Data):
         together.raise_all()
         return notes
 
+    def is_ready(self, request: OpeningRequest) -> bool:
+        from openpi_train.data.examination import is_ready  # which imports this module
+
+        return is_ready(self, request)
+
     def batch_spec(self, model: RowModel, batch_size: int) -> Any:
         return model.batch_spec(batch_size, self.cameras)
 

@@ -6,8 +6,11 @@ import numpy as np
 
 from openpi_train.data import embedded, hub
 from openpi_train.data.config import DataConfig, Dataset
+from openpi_train.data.interface import OpeningRequest
 from openpi_train.data.model import RowModel
+from openpi_train.data.norm_stats import assets
 from openpi_train.data.normalize import read_norm_stats
+from openpi_train.data.opened import open_windows
 from openpi_train.data.tokens import open_tokenizer
 from openpi_train.data.windows import Windows, WindowShape
 from openpi_train.runtime.exits import DataError, Together, reported_as
@@ -48,6 +51,20 @@ def _examine(dataset: Dataset, config: DataConfig, shape: WindowShape) -> str:
     return (
         f"{source.location}: not indexed yet; a start reads all of it, and `data index {source.location}` does so now"
     )
+
+
+def is_ready(config: DataConfig, request: OpeningRequest) -> bool:
+    """Whether opening the data for a run only reads what was made before: datasets, indexes, norm stats, tokenizer.
+
+    False for a model that counts the tokens of chunks, which takes long at first. Raises as opening does.
+    """
+    skip = config.on_bad_record == "skip"
+    sources = [dataset.source.skipping_bad_records() if skip else dataset.source for dataset in config.datasets]
+    if not all(not embedded.missing(source.location) and source.is_ready() for source in sources):
+        return False
+    found = assets(config, open_windows(config, request.model.window), request.assets_dir)
+    tokenizer = open_tokenizer(request.model, config.tokenizer, offline=True)
+    return all(asset.known() for asset in found) and request.model.chunk_tokenizer(tokenizer) is None
 
 
 def examine_files(config: DataConfig, model: RowModel) -> list[str]:

@@ -236,6 +236,11 @@ class Data(abc.ABC):
         del model
         return ["the data were not looked at; a start opens them"]
 
+    def is_ready(self, request: OpeningRequest) -> bool:
+        """Whether `open` would write nothing and read nothing at length. May raise what `open` does. Default: no."""
+        del request
+        return False
+
     @abc.abstractmethod
     def batch_spec(self, model: Any, batch_size: int) -> Any:
         """The batch that `model` (a `ModelConfig`) takes, as a tree of `jax.ShapeDtypeStruct`. Opens no files."""

@@ -78,6 +78,9 @@ class Env(abc.ABC):
         """The reward of the last control step in each episode, which says more than success. Only with `has_reward`."""
         raise NotImplementedError(f"{type(self).__name__} has no rewards")
 
+    def require(self) -> None:  # noqa: B027
+        """Raise UsageError for a package or file that the episodes need and that is not there (default: none is)."""
+
     def for_demonstrations(self) -> "Env":
         """This environment with initial states that evaluations do not use (default: itself; only keys differ)."""
         return self

@@ -7,6 +7,7 @@ states of a batch can be stepped. Read next: `in_processes.py`, which runs simul
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,6 +101,14 @@ class GymEnv(Env):
         states.simulators.num_steps += 1
         return GymEpisodes(states.simulators, seen, success, over, rewards, states.num_steps + 1)
 
+    def require(self) -> None:
+        file = self.source.rpartition(":")[0]
+        package = "mani_skill" if self.source.startswith(MANISKILL) else "gymnasium"
+        if file.endswith(".py"):
+            _require_file(self.source, Path(file))
+        elif importlib.util.find_spec(package) is None:
+            raise UsageError(f"gym:{self.source}: the run acts in it, and it is missing: pip install {package}")
+
     def executed(self, actions: Float[Array | np.ndarray, "b a"]) -> Float[np.ndarray, "b a"]:
         """Within the action space's bounds."""
         sizes = _sizes(self.source)
@@ -167,8 +176,7 @@ def _made(source: str) -> Any:
         return maniskill.simulator(source.removeprefix(MANISKILL))
     file, _, function = source.rpartition(":")
     if file.endswith(".py"):
-        if not Path(file).is_file():
-            raise UsageError(f"gym:{source}: there is no file {file} (looked in {Path.cwd()})")
+        _require_file(source, Path(file))
         make = getattr(import_file(Path(file), "the file of the environment"), function, None)
         if not callable(make):
             raise UsageError(f"gym:{source}: {file} has no function {function!r} that makes an environment")
@@ -182,6 +190,11 @@ def _made(source: str) -> Any:
         return gymnasium.make(source)
     except gymnasium.error.Error as error:
         raise UsageError(f"gym:{source}: {error}") from error
+
+
+def _require_file(source: str, file: Path) -> None:
+    if not file.is_file():
+        raise UsageError(f"gym:{source}: there is no file {file} (looked in {Path.cwd()})")
 
 
 @functools.cache

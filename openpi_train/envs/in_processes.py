@@ -81,6 +81,9 @@ class ProcessEnv(Env):
     def instruction(self, task: int) -> str:
         return self.env.instruction(task)
 
+    def require(self) -> None:
+        self.env.require()
+
     def for_demonstrations(self) -> "ProcessEnv":
         return dataclasses.replace(self, env=self.env.for_demonstrations())
 

@@ -57,6 +57,9 @@ class LiberoEnv(Env):
     def max_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return SUITES[self.suite]
 
+    def require(self) -> None:
+        _ = self.tasks
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """LIBERO's names, in its order. Raises UsageError, as everything below does, if LIBERO is not installed."""

@@ -10,7 +10,7 @@ functions of their keys and actions, bit for bit.
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.leased import Leased
 from openpi_train.envs.metaworld_tasks import INSTRUCTIONS
+from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,10 @@ class MetaWorldEnv(Env):
     def reward(self, states: Episodes) -> Float[np.ndarray, " b"]:
         """Meta-World's own, from 0 to 10; 0 after the first success."""
         return states.rewards
+
+    def require(self) -> None:
+        if importlib.util.find_spec("metaworld") is None:
+            raise UsageError("Meta-World is not installed, and the run acts in it: pip install 'openpi_train[sim]'")
 
     def for_demonstrations(self) -> "MetaWorldEnv":
         return dataclasses.replace(self, split="train")

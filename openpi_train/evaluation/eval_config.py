@@ -41,6 +41,10 @@ class EvalConfig(Evaluations):
             ]
         return []
 
+    def require(self) -> None:
+        if self.closed_loop.num_episodes:
+            self.closed_loop.env.require()
+
     def prompts(self) -> list[tuple[str, int]]:
         env = self.closed_loop.env
         return [(env.instruction(task), env.state_dim) for task in range(len(env.tasks))]

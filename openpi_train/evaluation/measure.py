@@ -115,6 +115,9 @@ class Evaluations:
         """Invalid settings, as sentences that name the flag to change; limits of single fields are already checked."""
         return []
 
+    def require(self) -> None:
+        """Raise UsageError for a package that a measure needs and that is not installed (default: none is)."""
+
     def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
         """The most texts that a device generates at a time for the measures. Default: none."""
         del model, data

@@ -99,12 +99,19 @@ class ProcessRecord:
                     self._log.close()
                     self._log = _opened(self.path)
             if is_error:
-                self.errors.append(line)
-                del self.errors[:-_ERROR_LINES]
+                self._keep(line)
         if (is_error or self.rank == 0) and not _HIDDEN.search(line):
             shared = is_error and (self._is_shared or _ERROR.match(line) is not None)
             hidden = not show_line(self.prefix, line, unless_shared=shared)
             self._is_shared = hidden if is_error else self._is_shared
+
+    def _keep(self, line: bytes) -> None:
+        """Keep the last lines; the last error that is meant for the user stays before them, whatever follows it."""
+        if _ERROR.match(line):
+            self.errors.clear()
+        self.errors.append(line)
+        if len(self.errors) > _ERROR_LINES:
+            del self.errors[1 if _ERROR.match(self.errors[0]) else 0]
 
     def end(self, code: int) -> None:
         """Record that the process has ended or is lost; only the first call counts."""
@@ -295,13 +302,18 @@ def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) ->
     """Show the root cause last, and return the exit code of the run and the cause in words.
 
     Of several processes with the same error the first is named. A process that was told to stop (`asked`) before it
-    could listen ends by the signal, and has nothing to save.
+    could listen ends by the signal, and has nothing to save. If one was told by somebody else so early, all others lose
+    it, and the run was asked to stop all the same.
     """
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
         return 0, "done"
+    stopped = [record for record in ended if record.code == faults.PREEMPTED]
     failed = [record for record in ended if record.code != faults.PREEMPTED] or ended
     first = failed[0].ended_at
+    was_stopped = stopped and stopped[0].ended_at - first <= _SETTLE_S  # not by this launcher, because of the others
+    if was_stopped and all(record.code in _FOLLOWS_FROM_ANOTHER for record in failed):
+        failed, first = stopped, stopped[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = min(soon, key=lambda record: _derived(record.code))
     texts = _texts(_last_error(culprit.errors))

@@ -213,6 +213,9 @@ class Practice(abc.ABC):
                 )
         return problems + model.check_objective(type(objective).__name__, frozenset(needs - objective.needed))
 
+    def require(self) -> None:  # noqa: B027
+        """Raise UsageError for a package that acting needs and that is not installed (default: none is)."""
+
     @abc.abstractmethod
     def batch_spec(self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int) -> Any:
         """The batch that the objective takes, as a tree of `jax.ShapeDtypeStruct`; without opened data, the largest."""

@@ -119,6 +119,9 @@ class RobotPractice(Practice):
             return [f"--practice.tasks {' '.join(self.tasks or ())}: {error}"]
         return []
 
+    def require(self) -> None:
+        self.env.require()
+
     def num_executed(self, model: PolicyConfig) -> int:
         """`execute` with its default filled in."""
         return model.window.num_executed if self.execute is None else self.execute

@@ -13,8 +13,7 @@ import jax
 from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import FSDP
 from openpi_train.planning.forecast import Forecast
-from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training import prepare
+from openpi_train.training.settling import Prepared, Settling, this_machine
 
 # Maximum number of CPU devices: beyond it, a program for fewer devices, with the same rows on each, is compiled.
 MOST_DEVICES = 64
@@ -48,20 +47,33 @@ def imitate(num_devices: int, tensor_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", _stand_ins(num_devices, tensor_devices))
 
 
-def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
-    """Compile the step of `chosen`, with as many rows on each device, for the devices that `imitate` made."""
-    tensor_devices = chosen.layout.tensor_devices
-    num_devices = _stand_ins(chosen.machine.num_devices, tensor_devices)
-    # XLA for CPUs has no cuDNN.
-    experiment = dataclasses.replace(experiment, model=experiment.model.with_attention("xla"))
-    experiment = dataclasses.replace(
-        as_chosen(experiment, chosen),
-        fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // tensor_devices),
+def prepared_for_cpus(experiment: Experiment, chosen: Forecast) -> Prepared:
+    """The run of `chosen`, with as many rows on each device, for the devices that `imitate` made.
+
+    `experiment` is fitted to the planned ones.
+    """
+    num_devices = _stand_ins(chosen.machine.num_devices, chosen.layout.tensor_devices)
+    given = dataclasses.replace(
+        experiment,
+        model=experiment.model.with_attention("xla"),  # XLA for CPUs has no cuDNN
+        unroll_layers=experiment.unroll_layers is True,  # it keeps what unrolled layers gather and recompute
+        sharding=dataclasses.replace(experiment.sharding, strategy=chosen.layout.strategy),
+        fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // chosen.layout.tensor_devices),
+        grad_accum=chosen.grad_accum,
         batch_size=chosen.batch_size // chosen.machine.num_devices * num_devices,
-        # XLA for CPUs keeps what unrolled layers gather and recompute.
-        unroll_layers=experiment.unroll_layers is True,
+        # Rows and rate are already those of all devices.
+        keep_effective_batch_size=True,
+        lr_scaling="none",
+        reference_batch_size=None,
     )
-    prepared = prepare.prepare_without_data(experiment, find_world(WorldFlags(), {}))
+    given = given.remat_choices()[chosen.policy.remat]
+    return Settling(given=given, machine=this_machine(chosen.machine.available_bytes)).prepared
+
+
+def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
+    """Compile the step of `chosen` for those devices."""
+    prepared = prepared_for_cpus(experiment, chosen)
+    experiment = prepared.experiment
     trainer, layout = prepared.trainer, prepared.layout
     batch = experiment.batch_spec(experiment.batch_size)
     began = time.monotonic()
@@ -69,23 +81,13 @@ def compile_step(experiment: Experiment, chosen: Forecast) -> Compiled:
         lowered = trainer.jitted_step(layout.shardings).lower(layout.abstract(), batch)
         memory = lowered.compile(compiler_options=_AS_ON_GPUS).memory_analysis()
     return Compiled(
-        num_devices=num_devices,
+        num_devices=math.prod(trainer.plan.mesh.shape.values()),
         fsdp_devices=trainer.plan.mesh.shape[FSDP],
         # XLA for CPUs counts host memory as the device's.
         state_bytes=memory.argument_size_in_bytes - prepared.memory.host,
         program_bytes=memory.temp_size_in_bytes,
         forecast_bytes=prepared.memory.step,
         compile_s=time.monotonic() - began,
-    )
-
-
-def as_chosen(experiment: Experiment, chosen: Forecast) -> Experiment:
-    """The experiment with the strategy, policy and accumulation of `chosen`."""
-    return dataclasses.replace(
-        prepare.as_chosen(experiment, chosen),
-        sharding=dataclasses.replace(experiment.sharding, strategy=chosen.layout.strategy),
-        fsdp_devices=chosen.layout.fsdp_devices,
-        grad_accum=chosen.grad_accum,
     )
 
 

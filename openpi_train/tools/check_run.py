@@ -14,14 +14,14 @@ from openpi_train.data.config import DataConfig
 from openpi_train.data.norm_stats import Asset, assets
 from openpi_train.data.opened import open_windows
 from openpi_train.experiment import Experiment
-from openpi_train.planning.memory import require
 from openpi_train.runtime import agree, selftest
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.runtime.exits import NumbersError, UsageError
+from openpi_train.runtime.exits import DataError, NumbersError, Together, UsageError
 from openpi_train.runtime.world import World
 from openpi_train.tools import check_host
 from openpi_train.tools.check_host import CheckResult, fail, ok, warn
-from openpi_train.training.prepare import prepare_without_data
+from openpi_train.training.settling import Settling, open_if_ready
+from openpi_train.training.start_check import check_files, examine_data
 
 _MOST_SKEW_S = 2.0
 
@@ -62,17 +62,25 @@ def clocks() -> Iterator[CheckResult]:
 
 
 def needs(experiment: Experiment, world: World) -> Iterator[CheckResult]:
-    """Check that the experiment fits the devices' memory and the disks."""
+    """Check that the experiment fits the devices' memory and the disks, and that its packages and start weights are
+    there."""
     checkpoint_bytes = 0
+    settling = Settling.here(experiment, world, open_if_ready)
     try:
-        prepared = prepare_without_data(experiment, world)
-        shapes = jax.tree.leaves(prepared.layout.shapes)
+        shapes = jax.tree.leaves(settling.layout.shapes)
         checkpoint_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
-        require(prepared.memory, prepared.available_bytes, jax.device_count(), experiment)
+        settling.require_room()
+        prepared = settling.prepared
         total, available = prepared.memory.total / GIB, prepared.available_bytes / GIB
         yield ok("memory", f"{experiment.name} needs {total:.2f} of {available:.2f} GiB on each device")
     except (UsageError, ValueError) as error:  # ValueError: from the mesh
         yield fail("memory", str(error), "as it says; `--dry-run` shows the same")
+    except DataError:
+        yield warn("memory", "not planned: the data cannot be opened", "see `dataset`, then run doctor again")
+    wrong = Together()
+    check_files(experiment, settling.fitted, wrong)
+    for error in wrong.errors:
+        yield fail("start", str(error), "as it says; a run would end here too")
     yield from check_host.writing(Path(experiment.checkpoint_base_dir), "--checkpoint-base-dir", checkpoint_bytes)
     yield from check_host.writing(experiment.assets_dir, "--assets-base-dir")
 
@@ -81,7 +89,11 @@ def data(experiment: Experiment) -> Iterator[CheckResult]:
     """Check that the experiment's datasets exist and are indexed, and that its norm stats exist and are valid."""
     config, ready = experiment.data, True
     if not isinstance(config, DataConfig):
-        yield warn("dataset", f"{type(config).__name__}: not looked at", "the first start says what is wrong with it")
+        wrong = Together()
+        for note in examine_data(experiment, wrong):
+            yield warn("dataset", f"not checked: {note}", "the first start says what is wrong with it")
+        for error in wrong.errors:
+            yield fail("dataset", str(error), "as it says; a run would end here too")
         return
     for number, dataset in enumerate(config.datasets):
         source = dataset.source

@@ -36,7 +36,7 @@ from openpi_train.policy.text_model import MAX_LENGTH, stored_dtype
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, given_fields
 from openpi_train.training.metrics import json_number
-from openpi_train.training.settle import open_in_turn
+from openpi_train.training.settling import open_in_turn
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,15 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.data.config import DataConfig
-from openpi_train.elastic import adapt
 from openpi_train.evaluation import row_sampling
 from openpi_train.evaluation.held_out_loss import loss_sums
 from openpi_train.experiment import Experiment
 from openpi_train.fields import too_small
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
-from openpi_train.parallel.mesh import make_mesh, planned_mesh
+from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.params import module_params
 from openpi_train.parallel.strategy import Plan
-from openpi_train.planning.choose import settled
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.targets import GpuTarget
@@ -32,10 +30,9 @@ from openpi_train.practice.robot_query import query
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_law import ActionLaw
-from openpi_train.tools.ahead import as_chosen
 from openpi_train.tools.lowered_generator import LoweredGenerator
 from openpi_train.tools.requests import Program
-from openpi_train.training.prepare import choose, make_trainer, whole_layout
+from openpi_train.training.settling import Settling
 from openpi_train.training.step import Trainer
 from openpi_train.types import OPENPI_SLOTS
 
@@ -56,7 +53,7 @@ def lowered(
     if program == "sampling":
         return None, _sampling(experiment, devices, cameras)
     if program in ("reading", "decoding"):
-        generator = _generator(settled(experiment, machine), devices)
+        generator = _generator(Settling(given=experiment, machine=machine).on_kind, devices)
         return None, generator.reading() if program == "reading" else generator.decoding()
     training = Training.of(experiment, machine, devices, cameras)
     with jax.set_mesh(training.trainer.plan.real_mesh):
@@ -131,23 +128,16 @@ class Training:
 
     @classmethod
     def of(cls, experiment: Experiment, machine: Machine, devices: Sequence[Any], cameras: Sequence[str]) -> "Training":
-        experiment, _ = adapt(experiment, machine.num_devices, None)
-        experiment.check(machine.num_devices)
-        sharding = experiment.sharding
         model: Any = experiment.model
-        batch_spec = (lambda rows: model.batch_spec(rows, cameras)) if cameras else experiment.batch_spec
-        layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
-        chosen = choose(experiment, layout, machine, batch_spec)
-        experiment = as_chosen(experiment, chosen)
-        mesh = make_mesh(chosen.layout.fsdp_devices, devices, sharding.tensor_devices)
-        plan = sharding.plan(mesh, chosen.layout.strategy)
-        layout = layout.of(experiment.model)
+        batch_spec = (lambda rows: model.batch_spec(rows, cameras)) if cameras else None
+        prepared = Settling(given=experiment, machine=machine, batch_spec=batch_spec, devices=devices).prepared
+        experiment, plan = prepared.experiment, prepared.trainer.plan
         return cls(
             experiment=experiment,
-            forecast=chosen,
-            trainer=make_trainer(experiment, layout, plan),
-            state=layout.under(plan).abstract(),
-            batch=_placed(plan.batch, batch_spec(experiment.batch_size)),
+            forecast=prepared.forecast,
+            trainer=prepared.trainer,
+            state=prepared.layout.abstract(),
+            batch=_placed(plan.batch, (batch_spec or experiment.batch_spec)(experiment.batch_size)),
         )
 
     def step(self) -> Any:

@@ -14,11 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
-from openpi_train.parallel.mesh import planned_mesh
-from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
@@ -28,7 +25,7 @@ from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, KINDS, Device
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan_text
-from openpi_train.training.prepare import forecasts, whole_layout
+from openpi_train.training.settling import Settling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,12 +137,11 @@ def find_machine(
 
 def make_report(experiment: Experiment, machine: Machine) -> Report:
     """The part of the plan that needs no compiler. Raises UsageError for conflicting flags."""
-    experiment, _ = adapt(experiment, machine.num_devices, None)
-    experiment.check(machine.num_devices)
-    layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
+    settling = Settling(given=experiment, machine=machine, opens_accumulation=True)
+    experiment, layout = settling.fitted, settling.layout
     # Attention by cuDNN is traced for the planned devices.
     with plugin.pretended(machine.kind) if machine.kind.is_known else contextlib.nullcontext():
-        found = forecasts(experiment, layout, machine, _accumulations(experiment, machine.num_devices))
+        found = settling.forecasts
     chosen, why = recommend(found)
     one = chosen or found[0]
     return Report(
@@ -160,14 +156,6 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
         why=why,
         assumptions=_assumptions(experiment, machine),
     )
-
-
-def _accumulations(experiment: Experiment, num_devices: int) -> list[int]:
-    """Micro-batches per step to choose from: the given number or more of them, unless the flags settle it."""
-    if experiment.micro_batch_size is not None:
-        return [experiment.grad_accum]
-    rows = experiment.batch_size * experiment.sharding.tensor_devices // num_devices
-    return [n for n in range(experiment.grad_accum, rows + 1) if rows % n == 0]
 
 
 # How XLA computes products of a type on GPUs.

@@ -1,49 +1,38 @@
-"""A dry run: what a run needs, and whether it would start. Read next: `settle.py`, which does it in earnest."""
+"""A dry run: what a run needs, and whether it would start. Read next: `settling.py`, which a start reads, too."""
 
 import dataclasses
 import json
 import math
 import os
+from collections.abc import Sequence
 
 import jax
 
-from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
-from openpi_train.planning.memory import require
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.runtime.exits import Together
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.prepare import Prepared, prepare_without_data
 from openpi_train.training.run_length import unfit_for_length
-from openpi_train.training.rundir import begins, check_run, devices_at_first
-from openpi_train.training.start_check import check_files, examine_data
+from openpi_train.training.rundir import begins
+from openpi_train.training.settling import Settling, open_if_ready
 
 
 def check_ahead(given: Experiment, num_devices: int) -> int:
     """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
-    experiment, _ = adapt(given, num_devices, devices_at_first(given))
-    # Groups and replicas as given: on fewer devices than at first `adapt` has made them smaller.
+    settling = Settling.ahead(given, num_devices)
+    # Groups and replicas as given: on fewer devices than at first they are fitted to be smaller.
     tensor_devices = given.sharding.tensor_devices
     replica_devices = tensor_devices * (given.fsdp_devices or 1)
-    sizes = RunSizes(rows=experiment.batch_size, tensor_devices=tensor_devices, replica_devices=replica_devices)
+    sizes = RunSizes(rows=settling.fitted.batch_size, tensor_devices=tensor_devices, replica_devices=replica_devices)
     print(f"{SIZES_LINE}{json.dumps(dataclasses.asdict(sizes))}")
-    together = Together()
-    with together:
-        experiment.check(num_devices)
-    with together:
-        check_run(given)
-    check_files(given, experiment, together)
-    notes = examine_data(experiment, together)
-    together.raise_all()
+    notes = settling.require_start(None)
     if not begins(given):
         print(f"it goes on with the run in {given.run_dir}; for a new run give another --exp-name")
-    for note in notes:
-        print(f"not checked: {note}")
+    _tell_unchecked(notes)
     return 0
 
 
-def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
+def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | None) -> int:
     """Print what the run needs on this process's devices and what there is; allocates and writes nothing.
 
     Raises all that a start would: run directory, start weights, packages and datasets are looked at, too. What takes
@@ -52,38 +41,32 @@ def dry_run(experiment: Experiment, flags: WorldFlags, devices_per_process: int 
     world = find_world(flags, os.environ)
     if devices_per_process is not None:
         jax.config.update("jax_num_cpu_devices", devices_per_process)
-    given = experiment
-    experiment, lines = adapt(given, jax.device_count(), devices_at_first(given))
-    print("\n".join(lines))
-    together = Together()
-    with together:
-        experiment.check(jax.device_count())
-    with together:
-        check_run(given)
-    if not together.errors:
-        with together:
-            _tell_sizes(experiment, prepare_without_data(experiment, world))
-    check_files(given, experiment, together)
-    notes = examine_data(experiment, together)
-    together.raise_all()
-    if experiment.num_epochs is None:  # else the length in steps is known when the data are open
-        for line in unfit_for_length(experiment):
+    settling = Settling.here(given, world, open_if_ready)
+    print("\n".join(settling.lines))
+    notes = settling.require_start(lambda: _tell_sizes(settling))
+    if settling.experiment.num_epochs is None:  # else the length in steps is known when the data are open
+        for line in unfit_for_length(settling.experiment):
             print(f"warning: {line}")
     print("fits")
-    for note in notes:
-        print(f"not checked: {note}")
+    _tell_unchecked(notes)
     return 0
 
 
-def _tell_sizes(experiment: Experiment, prepared: Prepared) -> None:
+def _tell_sizes(settling: Settling) -> None:
     """Print the parameters, and the memory by its uses. Raises DoesNotFit."""
-    memory = prepared.memory
+    prepared = settling.prepared
     counts = {
         "parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.params.values()),
         "frozen parameters": sum(math.prod(leaf.shape) for leaf in prepared.layout.shapes.frozen.values()),
     }
     for name, count in counts.items():
         print(f"{name:<24} {count:>15,}")
-    for name, size in {**memory.as_json(), "available": prepared.available_bytes}.items():
+    for name, size in {**prepared.memory.as_json(), "available": prepared.available_bytes}.items():
         print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
-    require(memory, prepared.available_bytes, jax.device_count(), experiment)
+    print(f"{'rows':<24} {'as long as is allowed' if settling.data is None else 'those of the data'}")
+    settling.require_room()
+
+
+def _tell_unchecked(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"not checked: {note}")

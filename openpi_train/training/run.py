@@ -35,13 +35,12 @@ from openpi_train.training.goodput import Goodput
 from openpi_train.training.init import StateLayout
 from openpi_train.training.iterations import write_iterations
 from openpi_train.training.metrics import Metrics
-from openpi_train.training.prepare import this_machine
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
 from openpi_train.training.results import write_results
-from openpi_train.training.settle import batch_specs
+from openpi_train.training.settling import batch_specs, this_machine
 from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
 from openpi_train.training.step import StepFunction, Trainer
 from openpi_train.training.traced_steps import read_trace

@@ -48,7 +48,7 @@ from openpi_train.training.resume_point import ResumePoint, resume_point, saved_
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
-from openpi_train.training.settle import Settled, settle
+from openpi_train.training.settling import Settling, settle
 from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         phases.expect(patiently(lambda: read_longest(directory), f"reading {directory}"))
     require_devices(experiment)
     with phase("preparing the run", abandonable=True):
-        settled = settle(experiment, world)
+        settling = settle(experiment, world)
         collectives = selftest.measure()
         if collectives is not None:
             logger.info("%s", collectives.line())
-        run = start(settled, collectives)
+        run = start(settling, collectives)
     try:
         with (
             crash_loop.counting(run.directory),
@@ -107,11 +107,12 @@ def require_devices(experiment: Experiment) -> None:
         raise HardwareError(f"this restart finds {here} of the {had} devices that each process of the run had")
 
 
-def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
+def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
     """Open the run's directory, make its state, and put all parts together. Every process must call it."""
-    experiment, data = settled.experiment, settled.data
-    trainer, layout = settled.prepared.trainer, settled.prepared.layout
-    directory = open_run(settled.given).path
+    prepared, data = settling.prepared, settling.data
+    assert data is not None, "a start opens them"
+    experiment, trainer, layout = prepared.experiment, prepared.trainer, prepared.layout
+    directory = open_run(settling.recorded).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
     logger.info("log: %s", logs.log_path(directory, jax.process_index()))
@@ -136,8 +137,8 @@ def start(settled: Settled, collectives: selftest.Collectives | None) -> Run:
     phases.at_step(int(state.step))
     if jax.process_index() == 0:
         measured = {"collectives": collectives.as_json() if collectives else None, "rows": data.row_shapes}
-        patiently(lambda: record_start(settled.given, measured), f"writing to {directory}")
-        patiently(lambda: write_json(directory / "plan.json", settled.prepared.as_json()), f"writing to {directory}")
+        patiently(lambda: record_start(settling.recorded, measured), f"writing to {directory}")
+        patiently(lambda: write_json(directory / "plan.json", prepared.as_json()), f"writing to {directory}")
     recorder = make_recorder(experiment, feed, meta.get("unread_metrics"))
     # Process 0 alone reads the file, which grows all the time; which steps are evaluated all must see alike.
     own, path = None, directory / "metrics.jsonl"

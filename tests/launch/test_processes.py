@@ -114,9 +114,32 @@ def test_who_was_told_to_stop_by_somebody_else_is_blamed_before_those_who_lost_i
     assert err.splitlines()[-1].startswith("process 2 failed with exit code 143 (signal SIGTERM)")
 
 
+def test_those_who_lost_one_that_was_told_to_stop_before_it_could_save_are_not_blamed(tmp_path):
+    child = """
+        left = os.path.join(FOLDER, "left")
+        if rank != 2:
+            open(left, "a").write("x")
+            os._exit(70)
+        while not os.path.exists(left) or len(open(left).read()) < 2:
+            time.sleep(0.01)
+        os._exit(75)
+    """.replace("FOLDER", repr(str(tmp_path)))
+    assert run(child, tmp_path)[0] == 75
+    # The launcher itself tells the others to stop after a failure.
+    obedient = """
+        if rank == 2:
+            os._exit(70)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+        time.sleep(600)
+    """
+    assert run(obedient, tmp_path)[0] == 70
+
+
 def test_the_reason_of_a_restart_has_the_error_that_is_meant_for_the_user(tmp_path):
     child = """
         sys.stderr.write("12:00:00 E process 2 on node2 was lost (training, step 7)\\nmore of it\\n")
+        for number in range(100):
+            sys.stderr.write(f"  File {number}, of the stacks of all threads\\n")
         sys.exit(70)
     """
     _, out, _ = run(child, tmp_path, processes=1, result="print(outcome.reason)")

@@ -21,7 +21,7 @@ from openpi_train.planning.memory import DoesNotFit, predict, require_host
 from openpi_train.planning.traffic import collectives
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.init import create_state, lay_out
-from openpi_train.training.prepare import check_host_memory
+from openpi_train.training.start_check import check_host_memory
 
 pytestmark = pytest.mark.slow
 

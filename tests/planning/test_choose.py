@@ -18,7 +18,8 @@ from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
 from openpi_train.runtime.device_limits import memory_bytes, total_bytes
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.prepare import as_chosen, choose, forecasts, policy_costs, whole_layout
+from openpi_train.training.prepare import forecasts, policy_costs, whole_layout
+from openpi_train.training.settling import Settling
 
 pytestmark = pytest.mark.slow
 
@@ -143,11 +144,10 @@ def test_what_is_given_is_taken_and_the_rest_to_choose_from(experiment, devices,
 
 def chosen(caplog, gib: float, num_devices: int = 1, **model) -> tuple[str, str | None, str]:
     """Strategy and policy of the debug experiment on devices of so many GiB, and what the log said."""
-    one = dataclasses.replace(debug, model=dataclasses.replace(debug.model, **model))
+    one = dataclasses.replace(debug, exp_name="x", model=dataclasses.replace(debug.model, **model))
     machine = Machine(kind=UNKNOWN, num_devices=num_devices, num_hosts=1, available_bytes=int(gib * GIB))
-    layout = whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     with caplog.at_level(logging.INFO):
-        found = choose(one, layout, machine)
+        found = Settling(given=one, machine=machine).chosen
     return found.layout.strategy, found.policy.remat, caplog.text
 
 
@@ -167,9 +167,7 @@ def test_layers_are_unrolled_on_gpus_without_tensor_groups_or_as_given(kind, ten
     one = dataclasses.replace(debug, model=model, unroll_layers=given, sharding=sharding)
     machine = Machine(kind=find_kind(kind) if kind else UNKNOWN, num_devices=2, num_hosts=1, available_bytes=GIB)
     assert settled(one, machine).unroll_layers is expected
-    layout = whole_layout(one, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
-    found = choose(one, layout, machine)
-    assert as_chosen(one, found).unroll_layers is expected
+    assert Settling(given=one, machine=machine).on_kind.unroll_layers is expected
 
 
 def test_unrolled_layers_of_tensor_groups_are_never_computed_again_as_a_whole():

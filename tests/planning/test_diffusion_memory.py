@@ -20,7 +20,6 @@ from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import CUBLAS_BYTES, predict
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN
-from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import ahead, plan
 from openpi_train.training import prepare
 
@@ -38,11 +37,10 @@ def shared():
     experiment = dataclasses.replace(robot_dp_tiny_14, exp_name="plan", model=model, batch_size=ROWS, sharding=sharding)
     report = plan.make_report(experiment, MACHINE)
     assert report.recommended is not None
-    chosen = ahead.as_chosen(report.experiment, report.recommended)
-    prepared = prepare.prepare_without_data(chosen, find_world(WorldFlags(), {}))
+    prepared = ahead.prepared_for_cpus(report.experiment, report.recommended)
     trainer, layout = prepared.trainer, prepared.layout
     with jax.set_mesh(trainer.plan.real_mesh):
-        traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), chosen.batch_spec(ROWS))
+        traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), experiment.batch_spec(ROWS))
         compiled = traced.lower().compile(compiler_options=ahead._AS_ON_GPUS)
     params = layout.shapes.params
     cut = [leaf.shape for path, leaf in params.items() if FSDP in trainer.plan.spec("state", leaf, path)]

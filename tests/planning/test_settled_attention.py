@@ -15,7 +15,7 @@ from openpi_train.planning.choose import settled
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
-from openpi_train.training import prepare
+from openpi_train.training import prepare, start_check
 
 
 def machine(kind: str | None) -> Machine:
@@ -117,11 +117,11 @@ def test_a_plan_forecasts_the_program_that_a_run_there_has():
 @pytest.mark.parametrize(("problems", "found"), [([None, None], "auto"), ([None, "no engine"], "xla")])
 def test_a_run_has_xla_s_on_all_processes_if_one_finds_cudnn_s_wrong(problems, found, monkeypatch, caplog):
     one, asked = experiment("debug"), []
-    monkeypatch.setattr(prepare, "flash_problem", lambda heads, dtype: asked.append((heads, dtype)) or problems[0])
-    monkeypatch.setattr(prepare.agree, "gather", lambda name, value: [value, *problems[1:]])
-    monkeypatch.setattr(prepare, "kind_of", lambda _: find_kind("h100"))
+    monkeypatch.setattr(start_check, "flash_problem", lambda heads, dtype: asked.append((heads, dtype)) or problems[0])
+    monkeypatch.setattr(start_check.agree, "gather", lambda name, value: [value, *problems[1:]])
+    monkeypatch.setattr(start_check, "kind_of", lambda _: find_kind("h100"))
     with caplog.at_level(logging.INFO):
-        assert prepare.with_checked_attention(one).model.attention == found
+        assert start_check.with_checked_attention(one).model.attention == found
     assert asked == [(list(one.model.attention_heads), one.model.compute_dtype)]
     said = "cuDNN's is not right on process 1: no engine" if found == "xla" else "attention by cuDNN: its outputs"
     assert said in caplog.text
@@ -129,7 +129,7 @@ def test_a_run_has_xla_s_on_all_processes_if_one_finds_cudnn_s_wrong(problems, f
 
 @pytest.mark.parametrize(("device", "kind"), [("a100", "auto"), (None, "auto"), ("h100", "cudnn"), ("h100", "xla")])
 def test_nothing_is_checked_where_auto_is_xla_s_or_the_flag_says_which(device, kind, monkeypatch):
-    monkeypatch.setattr(prepare, "flash_problem", lambda *_: pytest.fail("it was checked"))
-    monkeypatch.setattr(prepare, "kind_of", lambda _: find_kind(device) if device else UNKNOWN)
+    monkeypatch.setattr(start_check, "flash_problem", lambda *_: pytest.fail("it was checked"))
+    monkeypatch.setattr(start_check, "kind_of", lambda _: find_kind(device) if device else UNKNOWN)
     one = experiment("debug", kind=kind)
-    assert prepare.with_checked_attention(one) is one
+    assert start_check.with_checked_attention(one) is one

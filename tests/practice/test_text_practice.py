@@ -34,7 +34,7 @@ from openpi_train.practice.text_actor import TextActor
 from openpi_train.practice.text_practice import TextPractice
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.training import settle
+from openpi_train.training import settling
 from openpi_train.training.init import create_state
 
 # Five tokens more than the tokenizer has.
@@ -308,7 +308,7 @@ def test_what_is_no_reward_model_is_refused(make, tmp_path):
 def test_epochs_are_passes_over_the_prompts_in_whole_iterations(make, most_tokens, steps):
     """Six prompts, of which the longest has seven tokens, are drawn four at a time; an iteration is four steps."""
     experiment = make(max_length=most_tokens).experiment
-    assert settle._in_steps(4, experiment, experiment.open_data()) == steps
+    assert settling._in_steps(4, experiment, experiment.open_data()) == steps
     # Also where the length in steps, which is not used, could be none.
     dataclasses.replace(experiment, num_epochs=4, num_train_steps=7).check(1)
 
@@ -356,4 +356,4 @@ def test_epochs_of_a_run_that_goes_on_with_other_sizes_count_what_was_done(make)
     """Two iterations of four prompts and four steps are done; of six prompts, four times, 16 remain."""
     experiment = make().experiment
     data = experiment.open_data()
-    assert settle._in_steps(4, experiment, data, (8, {"iteration": 2, "draws": 8})) == 8 + 4 * 4
+    assert settling._in_steps(4, experiment, data, (8, {"iteration": 2, "draws": 8})) == 8 + 4 * 4

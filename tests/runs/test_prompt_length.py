@@ -9,8 +9,7 @@ from command import places, train
 
 from openpi_train import cli
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.prepare import prepare_without_data
-from openpi_train.training.settle import settle
+from openpi_train.training.settling import Settling, settle
 
 # The `bytes` tokenizer: a token per letter, one that begins the prompt and one that ends it.
 SHORT, LONG = "tidy up", "tidy up the table"
@@ -49,10 +48,10 @@ def test_a_longer_prompt_makes_longer_rows_and_the_limit_still_cuts(tmp_path, ca
 def test_memory_is_planned_for_rows_as_long_as_the_prompts_need(tmp_path):
     experiment = cli.parse_experiment("debug", [*places(tmp_path), "--data.datasets.0.prompt", SHORT])
     world = find_world(WorldFlags(), {})
-    with_data, without = settle(experiment, world).prepared, prepare_without_data(experiment, world)
+    with_data, without = settle(experiment, world).prepared, Settling.here(experiment, world).prepared
     assert with_data.memory.total < without.memory.total
     as_long = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, max_token_len=16))
-    assert with_data.memory == prepare_without_data(as_long, world).memory
+    assert with_data.memory == Settling.here(as_long, world).prepared.memory
 
 
 @pytest.mark.slow

@@ -297,6 +297,18 @@ def test_a_run_that_does_not_fit_is_told_before_it_is_started(tmp_path):
     assert "--fsdp-devices 3 does not divide" in failed
 
 
+@pytest.mark.slow
+def test_what_a_start_would_refuse_is_told_by_the_doctor_too(tmp_path):
+    world = find_world(WorldFlags(), {})
+    nowhere = str(tmp_path / "nowhere")
+    given = experiment("debug", tmp_path, "--weight-loader.params-path", nowhere)
+    (failed,) = lines(check_run.needs(given, world), "fail")
+    assert failed.startswith("fail start") and nowhere in failed
+    texts = experiment("arithmetic_sft", tmp_path, "--data.datasets.0.path", nowhere)
+    (failed,) = lines(check_run.data(texts), "fail")
+    assert failed.startswith("fail dataset: there is no file or folder")
+
+
 def test_every_finding_that_is_not_well_says_what_to_do():
     with pytest.raises(AssertionError, match="without what to do"):
         CheckResult("fail", "disk", "full")

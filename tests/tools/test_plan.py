@@ -113,6 +113,8 @@ def test_impossible_flags_are_refused():
         report("debug", network_gb_s=0.0)
     with pytest.raises(UsageError, match="--batch-size 8 is not a multiple of the 16 devices"):
         report("debug", devices=16)
+    with pytest.raises(UsageError, match="--freeze 'nothing' matches no parameter"):
+        report("debug", "--freeze", "nothing")
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ import types
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.training import settle
+from openpi_train.training import settling
 
 DATA = types.SimpleNamespace(num_samples=100)
 
 
 def steps_of(batch_size, begun=None):
-    in_steps = inspect.unwrap(settle._in_steps)  # without the run-time type check: it is given no real data
+    in_steps = inspect.unwrap(settling._in_steps)  # without the run-time type check: it is given no real data
     return in_steps(3, dataclasses.replace(debug, batch_size=batch_size), DATA, begun)
 
 

@@ -1,19 +1,24 @@
 """A dry run prints what the run needs, and refuses what a start would refuse."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 import small_runs
 
+from openpi_train import cli
+from openpi_train.data.text import arithmetic
+from openpi_train.envs.gym_env import GymEnv
+from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.planning.memory import DoesNotFit
-from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
+from openpi_train.runtime.exits import DATA, CheckpointError, DataError, Together, UsageError
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training import metrics, rehearsal
-from openpi_train.training import settle as settle_module
+from openpi_train.training import metrics
 from openpi_train.training.rehearsal import check_ahead, dry_run
 from openpi_train.training.rundir import open_run
-from openpi_train.training.settle import settle
+from openpi_train.training.settling import Settling, open_if_ready, settle
+from openpi_train.training.start_check import check_files
 
 
 class DamagedPoints(small_runs.PausingPointData):
@@ -35,6 +40,52 @@ def test_what_fits_is_told_with_what_was_not_looked_at(given, tmp_path, capsys):
     *_, fits, note = capsys.readouterr().out.splitlines()
     assert fits == "fits" and note == "not checked: the data were not looked at; a start opens them"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["arithmetic_sft", "arithmetic_grpo"])
+def test_texts_that_are_not_there_are_told_with_the_code_for_data(name, tmp_path, capsys):
+    """Texts to learn, and prompts whose answers a reward judges."""
+    words = f"{name} --exp-name x --data.datasets.0.path /nope/none.jsonl --dry-run".split()
+    assert cli.run([*words, "--checkpoint-base-dir", str(tmp_path)]) == DATA
+    found = capsys.readouterr()
+    assert "there is no file or folder /nope/none.jsonl: check the path" in found.err
+    assert "fits" not in found.out
+
+
+def test_a_simulator_that_is_not_installed_is_told_before_the_run_would_act_in_it(tmp_path, monkeypatch):
+    given = cli.parse_experiment("metaworld_rloo", ["--exp-name", "x", "--checkpoint-base-dir", str(tmp_path)])
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "metaworld" else find(name))
+    for one in (given, dataclasses.replace(given, practice=None)):  # to practise, and to be evaluated
+        together = Together()
+        check_files(one, one, together)
+        assert "pip install 'openpi_train[sim]'" in str(together.errors[0])
+
+
+@pytest.mark.parametrize("source", ["no/where.py:make", "Nothing-v1", "maniskill:PickCube-v1"])
+def test_an_environment_of_gymnasium_needs_its_file_or_its_package(source, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=f"gym:{source}: .*(there is no file|pip install)"):
+        ProcessEnv(env=GymEnv(source=source)).require()
+
+
+def test_a_dry_run_plans_with_the_rows_of_a_start_as_soon_as_the_data_are_ready(tmp_path, capsys):
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(64)))
+    words = ["--exp-name", "x", "--checkpoint-base-dir", str(tmp_path), "--data.datasets.0.path", str(file)]
+    words += ["--data.datasets.0.validation", "None", "--num-epochs", "3", "--data.cache-dir", str(tmp_path)]
+    words += ["--data.max-length", "64"]
+    given = cli.parse_experiment("arithmetic_sft", words)
+    arithmetic.write_missing(given.data.tokenizer)
+    world = find_world(WorldFlags(), {})
+    assert open_if_ready(given) is None
+    longest = Settling.here(given, world, open_if_ready).prepared
+    start = settle(given, world)
+    found = Settling.here(given, world, open_if_ready)
+    assert found.prepared.memory == start.prepared.memory != longest.memory
+    assert found.experiment.num_train_steps == start.experiment.num_train_steps
+    assert rehearse(given) == 0
+    assert "those of the data" in capsys.readouterr().out
 
 
 def test_a_run_that_is_there_start_weights_that_are_not_and_damaged_data_are_refused(given, tmp_path):
@@ -73,8 +124,8 @@ def test_a_launch_is_told_all_that_is_wrong_at_once(many_faults):
 
 @pytest.mark.parametrize("begin", [rehearse, lambda given: settle(given, find_world(WorldFlags(), {}))])
 def test_what_does_not_fit_hides_nothing_else(many_faults, begin, monkeypatch):
-    for module in (rehearsal, settle_module):
-        monkeypatch.setattr(module, "require" if module is rehearsal else "require_state", does_not_fit)
+    for name in ("require_room", "require_state"):
+        monkeypatch.setattr(Settling, name, does_not_fit)
     with pytest.raises(UsageError, match=r"(?s)wandb.*nowhere.*points are damaged\nit does not fit\nWhat to do"):
         begin(many_faults)
 
@@ -84,7 +135,7 @@ def does_not_fit(*_):
 
 
 def test_a_fault_of_the_data_alone_is_not_told_as_one_of_memory(given, monkeypatch):
-    monkeypatch.setattr(rehearsal, "require", does_not_fit)
+    monkeypatch.setattr(Settling, "require_room", does_not_fit)
     with pytest.raises(DataError, match=r"(?s)points are damaged\nit does not fit"):
         rehearse(dataclasses.replace(given, data=DamagedPoints()))
 

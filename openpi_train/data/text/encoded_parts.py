@@ -106,7 +106,7 @@ class EncodedParts:
                 if isinstance(texts, UnfitSettingsError):
                     raise UnfitSettingsError(told)
                 if self.on_bad_record == "error":
-                    raise BadRecord(f"{told} (--data.on-bad-record skip leaves such records out)")
+                    raise bad_record(self.name, place, texts)
                 bad.append(told)
                 continue
             kind = example.type.kind
@@ -146,6 +146,11 @@ class EncodedParts:
                 f"{self.name} mixes types: {known[1]} is {known[0]}, {place} is {example.type}. Split it into a "
                 "dataset for each type, or name the columns to read (--data.datasets.N.columns)"
             )
+
+
+def bad_record(name: str, place: str, problem: object) -> BadRecord:
+    """The error for a record that is wrong, of a dataset of this name."""
+    return BadRecord(f"{name}, {place}: {problem} (--data.on-bad-record skip leaves such records out)")
 
 
 def _first(path: Path) -> tuple[str, str] | None:

@@ -17,13 +17,15 @@ from openpi_train.data import findings
 from openpi_train.data.hub import SCHEME
 from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
 from openpi_train.data.text import arithmetic
+from openpi_train.data.text.encoded_parts import bad_record, renamed
+from openpi_train.data.text.examples import COLUMNS, example_of
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, templates_of
-from openpi_train.data.text.text_files import find_files, names_a_path
+from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
-from openpi_train.data.text.token_cache import TokenCache
+from openpi_train.data.text.token_cache import TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.tokens import FOLDER
@@ -115,11 +117,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         arithmetic.write_missing(path)
     tokenizer = load_text_tokenizer(config.tokenizer, offline=config.offline)
     _check_model(config, request.model, tokenizer)
-    encoder = TextEncoder(
-        tokenizer=tokenizer,
-        templates=templates_of(tokenizer, config.chat_template, config.today),
-        targets=config.targets,
-    )
+    encoder = _encoder(config, tokenizer)
     splits = [_open_splits(config, number, dataset, encoder) for number, dataset in enumerate(config.datasets)]
     for train, held_out in splits:
         found = {finding.kind: finding for store in (held_out.store, train.store) for finding in store.findings}
@@ -162,6 +160,20 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     return opened
 
 
+def is_ready(config: TextData) -> bool:
+    """Whether `open_texts` would only read tokens that are cached, and ask no hub. Raises as it does."""
+    paths = [path for dataset in config.datasets for path in (dataset.path, dataset.validation or "")]
+    if any(path.startswith(SCHEME) or arithmetic.missing(path) for path in (config.tokenizer, *paths)):
+        return False
+    encoder = _encoder(config, load_text_tokenizer(config.tokenizer, offline=True))
+    stores = []
+    for dataset in config.datasets:
+        stores.append(_cache(config, dataset, encoder, dataset.path, dataset.split))
+        if dataset.validation is not None:
+            stores.append(_cache(config, dataset, encoder, *_held_out_place(dataset, dataset.validation)))
+    return all(store.is_ready() for store in stores)
+
+
 def examine_texts(config: TextData, model: Any) -> list[str]:
     """Raise what `open_texts` would, as far as the files' names and the tokenizer show; say what is not looked at.
 
@@ -186,14 +198,38 @@ def _examine_files(config: TextData, number: int, dataset: TextDataset) -> str:
         return f"{dataset.path}: it is on the hub; a start fetches it"
     if arithmetic.missing(dataset.path):
         return f"{dataset.path}: the embedded dataset is not written yet; a start does it"
-    find_files(dataset.path, dataset.split)
+    _examine_first(config, dataset, find_files(dataset.path, dataset.split)[0])
     if dataset.validation is not None:
-        if names_a_path(dataset.validation):
-            find_files(dataset.validation)
-        else:
+        if not names_a_path(dataset.validation):
             _refuse_held_out_training(config, number, dataset)
-            find_files(dataset.path, dataset.validation)
+        _examine_first(config, dataset, find_files(*_held_out_place(dataset, dataset.validation))[0])
     return f"{dataset.path}: its texts; a start reads them, and `data check` does so now"
+
+
+def _examine_first(config: TextData, dataset: TextDataset, file: TextFile) -> None:
+    """Raise ValueError if the run does not take the first record of a file. Of an array all must be read: none is."""
+    if file.is_array:
+        return
+    columns = dataset.columns_by_type
+    for number, raw in file.records(tuple(columns.values()) or COLUMNS):
+        try:
+            kind = example_of(renamed(parsed(raw), columns)).type.kind
+        except ValueError as error:
+            if config.on_bad_record == "skip":
+                return
+            raise bad_record(dataset.name, file.place(number), error) from error
+        require_kind(dataset.name, kind, _KINDS[config.kind])
+        return
+
+
+def _encoder(config: TextData, tokenizer: TextTokenizer) -> TextEncoder:
+    templates = templates_of(tokenizer, config.chat_template, config.today)
+    return TextEncoder(tokenizer=tokenizer, templates=templates, targets=config.targets)
+
+
+def _held_out_place(dataset: TextDataset, validation: str) -> tuple[str, str | None]:
+    """The path, and the split there, of a dataset's held-out texts."""
+    return (validation, None) if names_a_path(validation) else (dataset.path, validation)
 
 
 def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:
@@ -250,9 +286,7 @@ def _open_splits(config: TextData, number: int, dataset: TextDataset, encoder: T
     store = _open_store(config, dataset, encoder, dataset.path, dataset.split)
     everything = np.arange(len(store))
     if dataset.validation is not None:
-        is_path = names_a_path(dataset.validation)
-        where, split = (dataset.validation, None) if is_path else (dataset.path, dataset.validation)
-        other = _open_store(config, dataset, encoder, where, split)
+        other = _open_store(config, dataset, encoder, *_held_out_place(dataset, dataset.validation))
         return _Split(dataset, store, everything), _Split(dataset, other, np.arange(len(other)))
     prompts, of_samples = np.unique(store.digests, return_inverse=True)
     held_out = validation_episodes([f"{prompt:016x}" for prompt in prompts.tolist()], config.validation_fraction)
@@ -279,10 +313,8 @@ def _refuse_held_out_training(config: TextData, number: int, dataset: TextDatase
         )
 
 
-def _open_store(
-    config: TextData, dataset: TextDataset, encoder: TextEncoder, where: str, split: str | None
-) -> TokenStore:
-    store = TokenCache(
+def _cache(config: TextData, dataset: TextDataset, encoder: TextEncoder, where: str, split: str | None) -> TokenCache:
+    return TokenCache(
         name=dataset.name,
         where=where if where.startswith(SCHEME) else str(Path(where).expanduser().resolve()),
         files=find_files(where, split, offline=config.offline),
@@ -291,7 +323,13 @@ def _open_store(
         kinds=_KINDS[config.kind],
         cache_dir=config.cache_dir,
         on_bad_record=config.on_bad_record,
-    ).open()
+    )
+
+
+def _open_store(
+    config: TextData, dataset: TextDataset, encoder: TextEncoder, where: str, split: str | None
+) -> TokenStore:
+    store = _cache(config, dataset, encoder, where, split).open()
     if config.reference_log_probs:
         # A preference has both, a labelled completion one.
         given = ~np.isnan(store.references)

@@ -140,6 +140,12 @@ class TextData(Data):
 
         return examine_texts(self, model)
 
+    def is_ready(self, request: OpeningRequest) -> bool:
+        from openpi_train.data.text.opened_texts import is_ready  # which imports this module
+
+        del request
+        return is_ready(self)
+
     def batch_spec(self, model: Any, batch_size: int) -> Any:
         del model
         from openpi_train.data.text.text_batches import batch_shapes  # jax: only the main process comes here

@@ -43,6 +43,11 @@ class TextFile:
     path: Path
     name: str
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it may be one array of records, which is read at once."""
+        return self.path.name.endswith(_ARRAYS)
+
     def sha256(self) -> str:
         """Digest of its content."""
         with self.path.open("rb") as file, naming(self.path):
@@ -59,10 +64,10 @@ class TextFile:
         """The place of a record for messages: `file:line`, or the number of the record where it has no own line."""
         if self.path.name.endswith(_TABLES):
             return f"{self.name}: row {number}"
-        return f"{self.name}: record {number}" if self.path.name.endswith(_ARRAYS) else f"{self.name}:{number}"
+        return f"{self.name}: record {number}" if self.is_array else f"{self.name}:{number}"
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
-        number, counts_records = 0, self.path.name.endswith(_ARRAYS)
+        number, counts_records = 0, self.is_array
         try:
             with (
                 naming(self.path),

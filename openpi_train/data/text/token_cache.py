@@ -85,16 +85,22 @@ class TokenCache:
                 locks.held(self.place / tables.LOCK, f"tokens of {self.name}"),
             ):
                 found = self._find() or self._build()
-        if self.kinds and found.kind not in self.kinds:
-            raise ValueError(
-                f"{self.name} is a dataset of {found.kind}; this run takes {' or '.join(self.kinds)}: set "
-                "--data.kind, or name other columns (--data.datasets.N.columns)"
-            )
+        require_kind(self.name, found.kind, self.kinds)
         if dropped := found.dropped:
             logger.warning(
                 "%s: %d bad records are left out; the first: %s", self.name, dropped["number"], dropped["first"]
             )
         return found
+
+    def is_ready(self) -> bool:
+        """Whether `open` encodes nothing, unless the cache is damaged: the files are those that were encoded."""
+        manifest = tables.read_manifest(self.place)
+        if manifest is None or manifest.get("format") != FORMAT:
+            return False
+        try:
+            return self._changed(manifest["sources"]) is None
+        except (KeyError, TypeError, ValueError):  # damaged
+            return False
 
     def _find(self) -> TokenStore | None:
         """The existing tokens, if they are complete and the files have not changed since; else None."""
@@ -186,6 +192,15 @@ class TokenCache:
                 "generation_config.json, beside tokenizer.json",
             )
         ]
+
+
+def require_kind(name: str, kind: str, kinds: Sequence[str]) -> None:
+    """Raise ValueError if a dataset of this kind is not one of `kinds`, which the run can use; without them all are."""
+    if kinds and kind not in kinds:
+        raise ValueError(
+            f"{name} is a dataset of {kind}; this run takes {' or '.join(kinds)}: set --data.kind, or name other "
+            "columns (--data.datasets.N.columns)"
+        )
 
 
 def _join(parts: Sequence[Path], draft: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ import chats
 import pytest
 
 from openpi_train.data import places
+from openpi_train.data.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -45,6 +46,26 @@ def test_data_that_are_there_are_told_to_be_unread(data, tmp_path):
 def test_files_that_are_not_there_are_refused(data, fields, message):
     with pytest.raises(DataError, match=message):
         changed(data, **fields).examine(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"), [("preferences", "preference"), ("unpaired", "unpaired preference"), ("prompts", "prompt only")]
+)
+def test_records_of_another_type_than_the_run_takes_are_refused_with_the_words_of_a_start(data, kind, takes, tmp_path):
+    other = dataclasses.replace(data, kind=kind)
+    words = f"a dataset of language modelling; this run takes {takes}: set --data.kind"
+    with pytest.raises(DataError, match=words):
+        other.examine(MODEL)
+    with pytest.raises(ValueError, match=words):
+        other.open(OpeningRequest(model=MODEL, seed=0, batch_size=1, assets_dir=tmp_path))
+
+
+def test_a_first_record_that_cannot_be_read_is_refused_unless_bad_ones_are_left_out(data, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "?"}\n')
+    words = r"train.jsonl:1: its columns \['question'\] are of no known type.*--data.on-bad-record skip"
+    with pytest.raises(DataError, match=words):
+        data.examine(MODEL)
+    assert dataclasses.replace(data, on_bad_record="skip").examine(MODEL)
 
 
 def test_a_tokenizer_that_is_not_there_or_too_large_for_the_model_is_refused(data):
