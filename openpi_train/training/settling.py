@@ -31,7 +31,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import make_mesh, planned_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import settled
-from openpi_train.planning.forecast import Forecast, Machine, least_memory, recommend
+from openpi_train.planning.forecast import Forecast, Machine, instead, least_memory, recommend
 from openpi_train.planning.memory import Memory, require
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import GIB, kind_of
@@ -198,9 +198,16 @@ class Settling:
 
     @functools.cached_property
     def forecasts(self) -> list[Forecast]:
-        """Every strategy with every rematerialisation policy that the flags allow, on this machine."""
+        """Every strategy with every rematerialisation policy that the flags allow, on this machine.
+
+        But of a run whose step is small against the devices with the policy that recomputes least that policy alone:
+        it does not choose, so that its first step is not held up.
+        """
         layout = self.layout  # what the flags ask in vain is told before the devices are used
-        return forecasts(self.experiment, layout, self.machine, self._accumulations(), self.rows)
+        return forecasts(
+            *(self.experiment, layout, self.machine, self._accumulations(), self.rows),
+            of_all_policies=self.opens_accumulation,
+        )
 
     def _accumulations(self) -> list[int]:
         """Micro-batches per step to choose from: the given number, or more of them unless the flags settle it."""
@@ -229,7 +236,16 @@ class Settling:
     @functools.cached_property
     def prepared(self) -> Prepared:
         """The run as it is chosen. Raises DoesNotFit if a host has too little memory for the offloaded state."""
-        chosen, experiment = self.chosen, self.experiment.remat_choices()[self.chosen.policy.remat]
+        return self._prepared_as(self.chosen)
+
+    def instead(self, failed: Prepared, needed_bytes: int) -> Prepared | None:
+        """The run with another choice, where `failed` needs so many bytes on a device by the compiler. None if no other
+        needs less."""
+        other = instead(self.forecasts, failed.forecast, needed_bytes)
+        return None if other is None else self._prepared_as(other)
+
+    def _prepared_as(self, chosen: Forecast) -> Prepared:
+        experiment = self.experiment.remat_choices()[chosen.policy.remat]
         tell_uncut(chosen)
         sharding, layout = experiment.sharding, self.layout.of(experiment.model)
         mesh = make_mesh(chosen.layout.fsdp_devices, self.devices, sharding.tensor_devices)
