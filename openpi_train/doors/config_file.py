@@ -3,6 +3,7 @@
 Read next: `deepspeed/flags.py`, `posttraining/training_flags.py`.
 """
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,20 @@ from typing import Any
 from openpi_train.runtime.exits import UsageError
 
 Flag = tuple[str, ...]
+# A bound that no norm reaches.
+NO_CLIPPING = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translated:
+    """A translated file: flags of an experiment, and a line per key."""
+
+    flags: tuple[Flag, ...]
+    lines: tuple[str, ...]
+
+    def report(self) -> str:
+        """A report of every key and its result."""
+        return "\n".join([*self.lines, f"together: {' '.join(word for flag in self.flags for word in flag)}"])
 
 
 class ConfigFile:
@@ -52,6 +67,13 @@ class ConfigFile:
             raise UsageError(f"{self.shown(key)} is {value}; it must be a whole number of at least 1{self._or_open}")
         return None if value is None else int(value)
 
+    def whole(self, key: str, default: int | None = None) -> int | None:
+        """An integer of at least 0; the default if the key is absent."""
+        value = self.number(key, default)
+        if value is not None and (value < 0 or not float(value).is_integer()):
+            raise UsageError(f"{self.shown(key)} is {value}; it must be a whole number of at least 0")
+        return None if value is None else int(value)
+
     def boolean(self, key: str, default: bool | None = None) -> Any:
         """A boolean, as `number`."""
         return self._get(key, default, bool, "true or false")
@@ -66,6 +88,16 @@ class ConfigFile:
         if value is not None and (len(value) != 2 or not all(isinstance(one, int | float) for one in value)):
             raise UsageError(f"{self.shown(key)} is {json.dumps(value)}; it must be a list of two numbers")
         return value
+
+    def bound(self, key: str, default: float | None = None) -> float | None:
+        """A bound of the gradients' norm, where 0 is none."""
+        value = self.number(key, default)
+        return NO_CLIPPING if value == 0 else value
+
+    def recomputes(self, key: str) -> str | None:
+        """Whether layers are computed again in the backward pass, as a value of `--model.remat`."""
+        value = self.boolean(key)
+        return None if value is None else "full" if value else "none"
 
     def _get(self, key: str, default: Any, kind: type | tuple[type, ...], in_words: str) -> Any:
         self._asked.add(key)
@@ -99,11 +131,46 @@ class ConfigFile:
         """Record that `key` gives `--name`, with the value that `read`, one of the methods above, returns."""
         self.flag(name, read(self, key, default), key)
 
+    def agreed(self, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
+        """The value of a thing with several spellings; None if it has none. Raises UsageError if two differ.
+
+        Args: `read` is one of the methods that read a key, `how` its further arguments.
+        """
+        found = {key: value for key in keys if (value := read(self, key, **how)) is not None}
+        for key, value in list(found.items())[1:]:
+            first = next(iter(found))
+            if value != found[first]:
+                one, other = (f"{self.shown(name)} is {as_json(found[name])}" for name in (first, key))
+                raise contradiction(f"{one} and {other}")
+        return next(iter(found.values()), None)
+
+    def spelled(self, name: str, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
+        """Record that any of `keys` gives `--name`; returns its value. Raises as `agreed`."""
+        value = self.agreed(read, *keys, **how)
+        self.flag(name, value, *keys)
+        return value
+
+    def plain(self, rows: Mapping[str, str]) -> None:
+        """Record flags that are one value each, by name: a word for how it is read, and all spellings of its key.
+
+        `{"seed": "whole seed", "batch-size": "count batch_size rows"}`. Raises as `agreed`.
+        """
+        for name, row in rows.items():
+            kind, *keys = row.split()
+            self.spelled(name, READERS[kind], *keys)
+
     def note(self, text: str, *keys: str) -> None:
         """Record a text for each of these keys that the file has, which then needs no flag."""
         self._asked.update(keys)
         for key in self.values.keys() & keys:
             self._meaning.setdefault(key, []).append(text)
+
+    def only(self, key: str, value: Any, why: str, note: str = "") -> None:
+        """Note a key that can have this value alone, and `why`, or another text. Raises UsageError for other values."""
+        given = self.values.get(key, value)
+        if given != value:
+            raise UsageError(f"{self.shown(key)} is {as_json(given)}; allowed: {as_json(value)} ({why})")
+        self.note(note or why, key)
 
     def expect(self, *keys: str) -> None:
         """Name keys that the file may have, for the advice on unknown ones."""
@@ -114,6 +181,11 @@ class ConfigFile:
         for key in self.values:
             if key.startswith(section + ".") and not self.is_known(key):
                 self.note(text, key)
+
+    @property
+    def words(self) -> tuple[Flag, ...]:
+        """The flags so far, as arguments."""
+        return tuple(words(name, value) for name, value in self.flags.items())
 
     def is_known(self, key: str) -> bool:
         """Whether there is a record for the key so far, or a reason why it has no flag."""
@@ -154,6 +226,27 @@ class ConfigFile:
         whole = self.shown(key)
         hint = f"did you mean {whole.removesuffix(key)}{close[0]}?" if close else f"{self._owner} has no such key"
         return f"unknown key {whole}; {hint}"
+
+
+READERS: Mapping[str, Callable[..., Any]] = {
+    "boolean": ConfigFile.boolean,
+    "bound": ConfigFile.bound,
+    "count": ConfigFile.count,
+    "number": ConfigFile.number,
+    "recomputes": ConfigFile.recomputes,
+    "text": ConfigFile.text,
+    "whole": ConfigFile.whole,
+}
+
+
+def contradiction(text: str) -> UsageError:
+    """The error for two values of which only one can be meant."""
+    return UsageError(f"{text}: they contradict each other; keep one of them, or make them equal")
+
+
+def as_json(value: Any) -> str:
+    """A value as messages show it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def words(name: str, value: Any) -> Flag:

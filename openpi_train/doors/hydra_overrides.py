@@ -12,19 +12,13 @@ from typing import Any
 
 import yaml
 
-from openpi_train.doors.config_file import ConfigFile, words
+from openpi_train.doors.config_file import ConfigFile
 from openpi_train.doors.torch_optimizer import translate_betas
 from openpi_train.runtime.exits import UsageError
 
 # The option that names a config.
 _OPTION = ("--config-name", "-cn")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-_READ = {
-    "count": ConfigFile.count,
-    "number": ConfigFile.number,
-    "text": ConfigFile.text,
-    "boolean": ConfigFile.boolean,
-}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 # What --num-train-steps and --log-interval are with training.debug: two epochs of three steps.
 _DEBUG_STEPS = 6
@@ -37,40 +31,40 @@ _ONLY = {
     "policy.cond_predict_scale": (True, "the condition also scales"),
     "policy.noise_scheduler.variance_type": ("fixed_small", "the variance of DDPM's posterior"),
 }
-# Keys that are one flag: how they are read, and the flag.
-_FLAGS = {
-    "exp_name": ("text", "exp-name"),
-    "task.dataset.zarr_path": ("text", "dataset"),
-    "task.dataset.val_ratio": ("number", "data.validation-fraction"),
-    "training.seed": ("number", "seed"),
-    "training.num_epochs": ("count", "num-epochs"),
-    "training.gradient_accumulate_every": ("count", "grad-accum"),
-    "training.lr_warmup_steps": ("number", "lr-schedule.warmup-steps"),
-    "dataloader.batch_size": ("count", "batch-size"),
-    "dataloader.num_workers": ("number", "num-workers"),
-    "optimizer.lr": ("number", "lr-schedule.peak-lr"),
-    "optimizer.weight_decay": ("number", "optimizer.weight-decay"),
-    "optimizer.eps": ("number", "optimizer.eps"),
-    "ema.power": ("number", "ema-warmup.power"),
-    "ema.inv_gamma": ("number", "ema-warmup.inv-gamma"),
-    "ema.update_after_step": ("number", "ema-warmup.update-after-step"),
-    "ema.min_value": ("number", "ema-warmup.min-decay"),
-    "ema.max_value": ("number", "ema-decay"),
-    "horizon": ("count", "model.action-horizon"),
-    "n_obs_steps": ("count", "model.n-obs-steps"),
-    "n_action_steps": ("count", "model.n-action-steps"),
-    "policy.num_inference_steps": ("count", "eval.num-sample-steps"),
-    "policy.noise_scheduler.num_train_timesteps": ("count", "objective.noise-schedule.num-train-timesteps"),
-    "policy.noise_scheduler.beta_schedule": ("text", "objective.noise-schedule.beta-schedule"),
-    "policy.noise_scheduler.prediction_type": ("text", "objective.noise-schedule.prediction-type"),
-    "policy.noise_scheduler.beta_start": ("number", "objective.noise-schedule.beta-start"),
-    "policy.noise_scheduler.beta_end": ("number", "objective.noise-schedule.beta-end"),
-    "policy.noise_scheduler.clip_sample": ("boolean", "objective.noise-schedule.clip-sample"),
-    "policy.diffusion_step_embed_dim": ("count", "model.diffusion-step-embed-dim"),
-    "policy.kernel_size": ("count", "model.unet.kernel-size"),
-    "policy.n_groups": ("count", "model.unet.num-groups"),
-    "policy.obs_encoder.share_rgb_model": ("boolean", "model.share-encoder"),
-    "logging.project": ("text", "project-name"),
+# Flags that are one key each: how it is read, and the key.
+_PLAIN = {
+    "exp-name": "text exp_name",
+    "dataset": "text task.dataset.zarr_path",
+    "data.validation-fraction": "number task.dataset.val_ratio",
+    "seed": "number training.seed",
+    "num-epochs": "count training.num_epochs",
+    "grad-accum": "count training.gradient_accumulate_every",
+    "lr-schedule.warmup-steps": "number training.lr_warmup_steps",
+    "batch-size": "count dataloader.batch_size",
+    "num-workers": "number dataloader.num_workers",
+    "lr-schedule.peak-lr": "number optimizer.lr",
+    "optimizer.weight-decay": "number optimizer.weight_decay",
+    "optimizer.eps": "number optimizer.eps",
+    "ema-warmup.power": "number ema.power",
+    "ema-warmup.inv-gamma": "number ema.inv_gamma",
+    "ema-warmup.update-after-step": "number ema.update_after_step",
+    "ema-warmup.min-decay": "number ema.min_value",
+    "ema-decay": "number ema.max_value",
+    "model.action-horizon": "count horizon",
+    "model.n-obs-steps": "count n_obs_steps",
+    "model.n-action-steps": "count n_action_steps",
+    "eval.num-sample-steps": "count policy.num_inference_steps",
+    "objective.noise-schedule.num-train-timesteps": "count policy.noise_scheduler.num_train_timesteps",
+    "objective.noise-schedule.beta-schedule": "text policy.noise_scheduler.beta_schedule",
+    "objective.noise-schedule.prediction-type": "text policy.noise_scheduler.prediction_type",
+    "objective.noise-schedule.beta-start": "number policy.noise_scheduler.beta_start",
+    "objective.noise-schedule.beta-end": "number policy.noise_scheduler.beta_end",
+    "objective.noise-schedule.clip-sample": "boolean policy.noise_scheduler.clip_sample",
+    "model.diffusion-step-embed-dim": "count policy.diffusion_step_embed_dim",
+    "model.unet.kernel-size": "count policy.kernel_size",
+    "model.unet.num-groups": "count policy.n_groups",
+    "model.share-encoder": "boolean policy.obs_encoder.share_rgb_model",
+    "project-name": "text logging.project",
 }
 _NO_EFFECT = {
     "task.name": "a part of the run's name",
@@ -130,17 +124,15 @@ def translate(argv: Sequence[str]) -> tuple[HydraCommand, list[str]]:
     first_flag = next((index for index, word in enumerate(rest) if word.startswith("--")), len(rest))
     given = rest[first_flag:]
     file = ConfigFile(_nested(rest[:first_flag]), _NO_EFFECT, "RoboTwin's diffusion policy", None)
-    for key, (kind, flag) in _FLAGS.items():
-        if file.values.get(key) is not None:
-            file.becomes(key, flag, _READ[kind])
-    file.note("null: the experiment's own", *(key for key in _FLAGS if file.values.get(key) is None))
+    keys = {flag: row.split()[1] for flag, row in _PLAIN.items()}
+    absent = {flag: key for flag, key in keys.items() if file.values.get(key) is None}
+    file.note("null: the experiment's own", *absent.values())
+    file.plain({flag: row for flag, row in _PLAIN.items() if flag not in absent})
     translate_betas(file)
     _training(file)
     _widths(file)
     for key, (only, why) in _ONLY.items():
-        if file.values.get(key, only) != only:
-            raise UsageError(f"{key} is {file.values[key]}; allowed: {only} ({why})")
-        file.note(why, key)
+        file.only(key, only, why)
     _device(file)
     mode = file.text("logging.mode")
     file.note("Weights & Biases is off without --wandb-enabled", "logging.mode")
@@ -155,7 +147,7 @@ def translate(argv: Sequence[str]) -> tuple[HydraCommand, list[str]]:
     if "exp-name" not in file.flags:
         parts = [str(file.values[key]) for key in ("task.name", "setting", "expert_data_num") if key in file.values]
         file.flags["exp-name"] = f"{'-'.join(parts) or name}_seed{file.values.get('training.seed', 0)}"
-    flags = tuple(word for flag, value in file.flags.items() for word in words(flag, value))
+    flags = tuple(word for flag in file.words for word in flag)
     return HydraCommand(experiment=name, flags=flags, lines=lines), given
 
 

@@ -4,16 +4,15 @@ Keys of `training` are named without it: `training.seed` and a `seed` at the top
 `config_file.py`, `posttraining/training_flags.py`, `ript/ript_flags.py`.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from openpi_train.doors import guide_files
-from openpi_train.doors.config_file import ConfigFile, flatten
+from openpi_train.doors.config_file import ConfigFile, as_json, contradiction, flatten
 from openpi_train.runtime.exits import UsageError
 
 _TRAINING = "training"
@@ -44,13 +43,6 @@ class YamlFile(ConfigFile):
         """The key where it stands in the file."""
         return f"{_TRAINING}.{key}" if key in self._in_training else key
 
-    def whole(self, key: str, default: int | None = None) -> int | None:
-        """An integer of at least 0; the default if the key is absent."""
-        value = self.number(key, default)
-        if value is not None and (value < 0 or not float(value).is_integer()):
-            raise UsageError(f"{self.shown(key)} is {value}; it must be a whole number of at least 0")
-        return None if value is None else int(value)
-
     def entries(self, key: str) -> Any:
         """A list; None if the key is absent."""
         return self._get(key, None, list, "a list")
@@ -62,51 +54,23 @@ class YamlFile(ConfigFile):
             raise UsageError(f"{self.shown(key)} is {value!r}; allowed: {', '.join(allowed)}")
         return None if value is None else value.lower()
 
-    def agreed(self, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
-        """The value of a thing with several spellings; None if it has none. Raises UsageError if two differ.
-
-        Args: `read` is one of the methods that read a key, `how` its further arguments.
-        """
-        found = {key: value for key in keys if (value := read(self, key, **how)) is not None}
-        for key, value in list(found.items())[1:]:
-            first = next(iter(found))
-            if value != found[first]:
-                one, other = (f"{self.shown(name)} is {_shown(found[name])}" for name in (first, key))
-                raise contradiction(f"{one} and {other}")
-        return next(iter(found.values()), None)
-
-    def spelled(self, name: str, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
-        """Record that any of `keys` gives `--name`; returns its value. Raises as `agreed`."""
-        value = self.agreed(read, *keys, **how)
-        self.flag(name, value, *keys)
-        return value
-
     def flag(self, name: str, value: Any, *keys: str) -> None:
         super().flag(name, value, *keys)
         if value is not None:
             self.origin[name] = tuple(key for key in keys if key in self.values)
 
 
-def contradiction(text: str) -> UsageError:
-    """The error for two values of which only one can be meant."""
-    return UsageError(f"{text}: they contradict each other; keep one of them, or make them equal")
-
-
 def _one_level(config: dict[str, Any]) -> dict[str, Any]:
     """All entries by dotted key, those of `training` without it."""
     training = config.pop(_TRAINING, {})
     if not isinstance(training, Mapping):
-        raise UsageError(f"{_TRAINING} is {_shown(training)}; it must hold keys, such as `seed: 42`")
+        raise UsageError(f"{_TRAINING} is {as_json(training)}; it must hold keys, such as `seed: 42`")
     found = dict(flatten(config))
     for key, value in flatten(training):
         if key in found and found[key] != value:
-            raise contradiction(f"{_TRAINING}.{key} is {_shown(value)} and {key} is {_shown(found[key])}")
+            raise contradiction(f"{_TRAINING}.{key} is {as_json(value)} and {key} is {as_json(found[key])}")
         found[key] = value
     return found
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deepspeed_files import FILES, with_changes
+from flag_words import each
 
 from openpi_train.doors.posttraining.training_flags import translate_config
 from openpi_train.doors.posttraining.without_flag import WITHOUT_FLAG
@@ -41,40 +42,49 @@ def training(**keys):
 
 
 DEVICE_ROWS = "--batch-size {} --no-keep-effective-batch-size"
-ZERO2 = "--batch-size 32 .*--sharding.strategy zero2 .*--model.dtype float16 .*--lr-schedule.peak-lr 3e-05"
+ZERO2 = "--batch-size 32 --sharding.strategy zero2 --model.dtype float16 --lr-schedule.peak-lr 3e-05"
 
 
 @pytest.mark.parametrize(
     ("section", "flags"),
     [
-        ("strategy", "^--sharding.strategy auto$"),
-        ("ddp", "strategy replicated --micro-batch-size 8 --grad-accum 4 " + DEVICE_ROWS.format(32)),
-        ("ddp", "--num-workers 4 .*--optimizer.clip-gradient-norm 1.0 --model.dtype float16$"),
-        ("deepspeed", ZERO2 + ".*--micro-batch-size 4 --grad-accum 8 --num-workers 4$"),
+        ("ddp", "--sharding.strategy replicated --micro-batch-size 8 --grad-accum 4 " + DEVICE_ROWS.format(32)),
+        ("ddp", "--num-workers 4 --optimizer.clip-gradient-norm 1.0 --model.dtype float16"),
+        ("deepspeed", ZERO2 + " --micro-batch-size 4 --grad-accum 8 --num-workers 4"),
         ("distributed", "--micro-batch-size 4 --grad-accum 2 " + DEVICE_ROWS.format(8) + " --num-workers 4"),
-        ("distributed", "--model.dtype bfloat16 --model.remat full$"),
-        ("less_memory_ddp", DEVICE_ROWS.format(8) + " --model.dtype bfloat16 --model.remat full$"),
-        ("traffic_ddp", "^--num-workers 4$"),
-        ("traffic_deepspeed", "^--num-workers 4$"),
+        ("distributed", "--model.dtype bfloat16 --model.remat full"),
+        ("less_memory_ddp", DEVICE_ROWS.format(8) + " --model.dtype bfloat16 --model.remat full"),
         (
             "rate_ddp",
-            "--lr-schedule.peak-lr 5e-05 --lr-schedule.kind cosine --lr-schedule.warmup-ratio 0.1$",
+            "--lr-schedule.peak-lr 5e-05 --lr-schedule.kind cosine --lr-schedule.warmup-ratio 0.1",
         ),
-        ("rate_deepspeed", "--lr-schedule.peak-lr 3e-05 --lr-schedule.warmup-ratio 0.1$"),
-        ("out_of_memory", DEVICE_ROWS.format(8) + " --model.dtype bfloat16 --model.remat full$"),
-        ("same_seed", "^--seed 42$"),
+        ("rate_deepspeed", "--lr-schedule.peak-lr 3e-05 --lr-schedule.warmup-ratio 0.1"),
+        ("out_of_memory", DEVICE_ROWS.format(8) + " --model.dtype bfloat16 --model.remat full"),
         ("management", "--exp-name sft_4gpu_experiment --save-interval 500 --keep-last 3 --log-interval 50"),
-        ("management", "--wandb-enabled --tensorboard$"),
+        ("management", "--wandb-enabled --tensorboard"),
         (
             "recovery",
             "--save-interval 1000 --weight-loader.params-path outputs/experiment --weight-loader.continue-training",
         ),
-        ("out_of_memory_ddp", DEVICE_ROWS.format(16) + " --model.dtype float16$"),
-        ("slow_loading", "^--num-workers 8$"),
+        ("out_of_memory_ddp", DEVICE_ROWS.format(16) + " --model.dtype float16"),
     ],
 )
 def test_a_section_of_the_guide_becomes_flags(section, flags):
-    assert re.search(flags, command(GUIDE[section]))
+    assert each(flags) <= each(command(GUIDE[section]))
+
+
+@pytest.mark.parametrize(
+    ("section", "flags"),
+    [
+        ("strategy", "--sharding.strategy auto"),
+        ("traffic_ddp", "--num-workers 4"),
+        ("traffic_deepspeed", "--num-workers 4"),
+        ("same_seed", "--seed 42"),
+        ("slow_loading", "--num-workers 8"),
+    ],
+)
+def test_a_section_of_the_guide_becomes_these_flags_alone(section, flags):
+    assert command(GUIDE[section]) == flags
 
 
 @pytest.mark.parametrize(
@@ -166,7 +176,7 @@ def _flat(config, prefix=""):
 )
 def test_a_key_of_the_training_becomes_a_flag(algorithm, keys, flags):
     found = command(training(**keys), algorithm)
-    assert found == flags
+    assert each(found) == each(flags)
     # The same at the top of the file.
     assert command(keys, algorithm) == found
 

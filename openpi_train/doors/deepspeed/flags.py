@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.doors import guide_files
-from openpi_train.doors.config_file import ConfigFile, Flag, words
+from openpi_train.doors.config_file import ConfigFile, Flag
 from openpi_train.doors.deepspeed.unmapped import UNMAPPED
 from openpi_train.runtime.exits import UsageError
 
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
 _TOTAL, _ROWS, _ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-NO_CLIPPING = 1e9
 _OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype")
 # DeepSpeed's optimizer types, in lower case, and ours.
 _OPTIMIZERS = {
@@ -39,6 +38,12 @@ _PARAMS = {
     "muon": {"beta": ("momentum", ConfigFile.number, 0.95), "ns-steps": ("ns_steps", ConfigFile.count, 5)},
     "sgd": {"momentum": ("momentum", ConfigFile.number, 0.0), "nesterov": ("nesterov", ConfigFile.boolean, False)},
 }
+_PLAIN = {
+    "optimizer.clip-gradient-norm": "bound gradient_clipping",
+    "tensorboard": "boolean tensorboard.enabled",
+    "wandb-enabled": "boolean wandb.enabled",
+    "project-name": "text wandb.project",
+}
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 
@@ -51,7 +56,7 @@ class DeepSpeedFlags:
     @property
     def flags(self) -> tuple[Flag, ...]:
         """The flags."""
-        return tuple(words(name, value) for name, value in self.file.flags.items())
+        return self.file.words
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -272,15 +277,11 @@ def _loss_scale(file: ConfigFile) -> None:
 
 
 def _others(file: ConfigFile) -> None:
-    bound = file.number("gradient_clipping")
-    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "gradient_clipping")
     if file.number("steps_per_print") == math.inf:  # accelerate's notation for "never"
         file.note("never: the experiment's own value", "steps_per_print")
     else:
-        file.becomes("steps_per_print", "log-interval", ConfigFile.count)
-    file.becomes("tensorboard.enabled", "tensorboard", ConfigFile.boolean)
-    file.becomes("wandb.enabled", "wandb-enabled", ConfigFile.boolean)
-    file.becomes("wandb.project", "project-name", ConfigFile.text)
+        file.plain({"log-interval": "count steps_per_print"})
+    file.plain(_PLAIN)
 
 
 def _optimizer(file: ConfigFile) -> None:

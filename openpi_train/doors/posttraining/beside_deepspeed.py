@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from openpi_train.doors.config_file import Flag, words
+from openpi_train.doors.config_file import Flag, contradiction, words
 from openpi_train.doors.deepspeed.flags import STRATEGIES, DeepSpeedFlags, translate_file
 from openpi_train.doors.posttraining.yaml_config import YamlConfig
-from openpi_train.doors.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _STRATEGY, _SAME_STRATEGY = "distributed_strategy", "hardware.distributed.strategy"

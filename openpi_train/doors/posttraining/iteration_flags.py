@@ -6,8 +6,8 @@ that is no whole group. Read next: `practice/practice.py`.
 
 import math
 
+from openpi_train.doors.config_file import contradiction
 from openpi_train.doors.posttraining.yaml_config import YamlConfig
-from openpi_train.doors.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _GROUP_SIZE = "num_generations group_size num_return_sequences n_samples_per_prompt".split()

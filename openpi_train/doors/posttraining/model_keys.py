@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from openpi_train.doors.config_file import contradiction
 from openpi_train.doors.posttraining.yaml_config import YamlConfig
-from openpi_train.doors.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _MODEL, _BASE_MODEL = ("model.model_name_or_path", "model.name_or_path"), "model.name"

@@ -32,25 +32,27 @@ DEFAULTS: Mapping[Algorithm, PracticeDefaults] = {
 # The most tokens of a completion, if no key says how many.
 _NEW_TOKENS = 256
 
-# Flags of numbers, by the names of their keys.
-_NUMBERS = {
-    "objective.entropy-weight": "entropy_coef ent_coef entropy_coeff",
-    "objective.clip-most": "clip_ratio_c",
+# Flags that are one value each: how it is read, and the names of its key.
+_CRITIC = {
+    "objective.value-weight": "number vf_coef value_loss_coef value_coef vf_coeff",
+    "objective.value-clip": "number value_clip_range cliprange_value clip_range_value clip_range_vf value_clip",
+    "practice.advantages.gamma": "number gamma",
+    "practice.advantages.lam": "number lam gae_lambda lambd lambda",
 }
-_NUMBERS_OF_PPO = {
-    "objective.value-weight": "vf_coef value_loss_coef value_coef vf_coeff",
-    "objective.value-clip": "value_clip_range cliprange_value clip_range_value clip_range_vf value_clip",
-    "practice.advantages.gamma": "gamma",
-    "practice.advantages.lam": "lam gae_lambda lambd lambda",
-}
-_NUMBERS_OF_GRPO = {"objective.clip-most": "delta clip_ratio_c"}
-_SWITCHES_OF_PPO = {
-    "practice.advantages.whiten": "whiten_advantages normalize_advantages normalize_advantage",
-    "practice.advantages.whiten-rewards": "whiten_rewards",
-}
-_SWITCHES_OF_GRPO = {
-    "practice.mixed-only": "dynamic_sampling dynamic_filtering",
-    "practice.mask-cut": "mask_truncated_completions",
+_PLAIN: Mapping[Algorithm, Mapping[str, str]] = {
+    "ppo": {
+        "objective.entropy-weight": "number entropy_coef ent_coef entropy_coeff",
+        "objective.clip-most": "number clip_ratio_c",
+        **_CRITIC,
+        "practice.advantages.whiten": "boolean whiten_advantages normalize_advantages normalize_advantage",
+        "practice.advantages.whiten-rewards": "boolean whiten_rewards",
+    },
+    "grpo": {
+        "objective.entropy-weight": "number entropy_coef ent_coef entropy_coeff",
+        "objective.clip-most": "number delta clip_ratio_c",
+        "practice.mixed-only": "boolean dynamic_sampling dynamic_filtering",
+        "practice.mask-cut": "boolean mask_truncated_completions",
+    },
 }
 _KL = "kl_coef init_kl_coef kl_coeff kl_penalty_coef beta".split()
 # TRL's name of the switch of an adapted weight, and its target; OpenRLHF's `kl_target` is a switch, too.
@@ -80,11 +82,7 @@ def practice_flags(file: YamlConfig, *, rows: int, accum: int, of_all: bool, rat
     """
     defaults, is_ppo = DEFAULTS[file.algorithm], file.algorithm == "ppo"
     check_values(file)
-    numbers = {**_NUMBERS, **(_NUMBERS_OF_PPO if is_ppo else _NUMBERS_OF_GRPO)}
-    for flag, names in numbers.items():
-        file.spelled(flag, YamlConfig.number, *file.own(*names.split()))
-    for flag, names in (_SWITCHES_OF_PPO if is_ppo else _SWITCHES_OF_GRPO).items():
-        file.spelled(flag, YamlConfig.boolean, *file.own(*names.split()))
+    file.plain_own(_PLAIN[file.algorithm])
     _clip(file)
     _sampling(file)
     new_tokens = _lengths(file)
@@ -92,7 +90,7 @@ def practice_flags(file: YamlConfig, *, rows: int, accum: int, of_all: bool, rat
         _critic_rate(file, rate or defaults.learning_rate)
     else:
         _group_relative(file, new_tokens)
-        without_critic = [name for names in _NUMBERS_OF_PPO.values() for name in names.split()]
+        without_critic = [name for row in _CRITIC.values() for name in row.split()[1:]]
         file.note("no flag: grpo has no critic", *file.own(*without_critic, *_CRITIC_RATE))
     _estimator(file)
     of_step: Any = {"rows": rows, "accum": accum, "of_all": of_all}

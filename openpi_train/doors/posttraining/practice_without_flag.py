@@ -55,9 +55,7 @@ def check_values(file: YamlConfig) -> None:
     """Note keys without a flag. Raises UsageError for values that cannot be."""
     for name, (only, why) in ONLY.items():
         for key in (*file.own(name), f"generation.{name}"):
-            if file.values.get(key, only) != only:
-                raise UsageError(f"{key} is {json.dumps(file.values[key])}; allowed: {json.dumps(only)} ({why})")
-            file.note("no flag: always so", key)
+            file.only(key, only, why, note="no flag: always so")
     for name, instead in INSTEAD.items():
         for key in file.own(name):
             if key in file.values:

@@ -11,8 +11,8 @@ from openpi_train.data.text.examples import COLUMNS
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.data.text.text_files import find_files, names_a_path, parsed
 from openpi_train.doors import guide_files
+from openpi_train.doors.config_file import contradiction
 from openpi_train.doors.posttraining.yaml_config import Algorithm, YamlConfig
-from openpi_train.doors.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 # The datasets that each algorithm reads, the first that the file has.

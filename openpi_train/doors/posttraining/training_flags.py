@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.doors.config_file import Flag
-from openpi_train.doors.deepspeed.flags import NO_CLIPPING
+from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.own_checkpoint import own_checkpoint
 from openpi_train.doors.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
 from openpi_train.doors.posttraining.model_keys import MODEL_KEY, start_model
@@ -19,7 +18,6 @@ from openpi_train.doors.posttraining.practice_flags import practice_flags
 from openpi_train.doors.posttraining.reward_keys import rewards_of
 from openpi_train.doors.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.doors.posttraining.yaml_config import Algorithm, YamlConfig
-from openpi_train.doors.yaml_file import contradiction
 from openpi_train.runtime.exits import UsageError
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32"}
@@ -32,11 +30,27 @@ DEFAULT_SAVE = 500
 # Parent of the runs.
 DEFAULT_OUTPUT = "./output"
 _NAME = "experiment_name"
+# Flags that are one value each: how it is read, and all spellings of its key.
+_PLAIN = {
+    "exp-name": f"text {_NAME}",
+    "checkpoint-base-dir": "text output_dir",
+    "seed": "whole seed",
+    "num-workers": "whole dataloader_num_workers dataloader.num_workers",
+    "optimizer.clip-gradient-norm": "bound max_grad_norm",
+    "optimizer.weight-decay": "number weight_decay",
+    "optimizer.b1": "number adam_beta1",
+    "optimizer.b2": "number adam_beta2",
+    "optimizer.eps": "number adam_epsilon",
+    "model.remat": "recomputes gradient_checkpointing",
+    "keep-last": "count save_total_limit",
+    "log-interval": "count logging_steps",
+    "data.cache-dir": "text data.cache_dir",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TranslatedConfig:
-    """A translated file: what is trained on what, flags of an experiment, a line per key.
+class TranslatedConfig(Translated):
+    """With what is trained on what.
 
     `model` is a folder or an address; flags of the model are those of the language model itself. `rewards` are the name
     and the weight of each; `with_reference` says whether own completions are compared with the start weights. `resumed`
@@ -46,15 +60,9 @@ class TranslatedConfig:
     algorithm: Algorithm
     model: str
     sources: tuple[TextSource, ...]
-    flags: tuple[Flag, ...]
-    lines: tuple[str, ...]
     rewards: tuple[tuple[str, float], ...] = ()
     with_reference: bool = False
     resumed: Path | None = None
-
-    def report(self) -> str:
-        """A report of every key and its result."""
-        return "\n".join([*self.lines, f"together: {' '.join(word for flag in self.flags for word in flag)}"])
 
 
 def translate_config(
@@ -72,11 +80,12 @@ def translate_config(
         file.values.setdefault(_NAME, name)
     file.note(f"this run is {algorithm}", "algorithm")
     deepspeed = translate_strategy(file)
+    file.plain(_PLAIN)
+    file.plain_own({"lr-schedule.peak-lr": "number learning_rate"})
     _batch(file, deepspeed)
     _schedule(file)
     with_reference = file.practises and _practice(file, deepspeed)
     _length(file)
-    _optimizer(file)
     _precision(file)
     _saving(file)
     _logging(file)
@@ -128,8 +137,6 @@ def _batch(file: YamlConfig, deepspeed: BesideDeepSpeed) -> None:
         rows, accum = rows or deepspeed.rows or DEFAULT_ROWS, accum or deepspeed.accum or 1
         file.flag("batch-size", rows * accum, *rows_keys, accum_key)
         file.flag("keep-effective-batch-size", False, *rows_keys, accum_key)
-    file.spelled("num-workers", YamlConfig.whole, "dataloader_num_workers", "dataloader.num_workers")
-    file.spelled("seed", YamlConfig.whole, "seed")
 
 
 def _practice(file: YamlConfig, deepspeed: BesideDeepSpeed) -> bool:
@@ -154,21 +161,12 @@ def _schedule(file: YamlConfig) -> None:
             f"lr_scheduler_type constant has no warm-up, and {'warmup_steps' if steps else 'warmup_ratio'} is "
             f"{steps or ratio}: use constant_with_warmup, or remove it"
         )
-    file.spelled("lr-schedule.peak-lr", YamlConfig.number, *file.own("learning_rate"))
     file.flag("lr-schedule.kind", None if kind is None else _SCHEDULES[kind], "lr_scheduler_type")
     if ratio:
         file.flag("lr-schedule.warmup-ratio", ratio, "warmup_ratio")
         file.note("warmup_ratio is used", "warmup_steps")
     else:
         file.flag("lr-schedule.warmup-steps", steps if ratio is None else steps or 0, "warmup_steps", "warmup_ratio")
-
-
-def _optimizer(file: YamlConfig) -> None:
-    bound = file.number("max_grad_norm")
-    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "max_grad_norm")
-    names = {"weight_decay": "weight-decay", "adam_beta1": "b1", "adam_beta2": "b2", "adam_epsilon": "eps"}
-    for key, field in names.items():
-        file.spelled(f"optimizer.{field}", YamlConfig.number, key)
 
 
 def _precision(file: YamlConfig) -> None:
@@ -183,23 +181,17 @@ def _precision(file: YamlConfig) -> None:
     chosen = mixed or next(iter(on), "no")
     if mixed is not None or any(value is not None for value in switches.values()):
         file.flag("model.dtype", _DTYPES[chosen], "mixed_precision", *switches)
-    recomputes = file.boolean("gradient_checkpointing")
-    file.flag("model.remat", None if recomputes is None else "full" if recomputes else "none", "gradient_checkpointing")
 
 
 def _saving(file: YamlConfig) -> None:
-    file.spelled("exp-name", YamlConfig.text, _NAME)
-    file.spelled("checkpoint-base-dir", YamlConfig.text, "output_dir")
     interval = file.spelled("save-interval", YamlConfig.steps, "save_steps")
     if interval is None and DEFAULT_SAVE % file.iteration_steps:
         file.flag("save-interval", file.whole_iterations(DEFAULT_SAVE))
-    file.spelled("keep-last", YamlConfig.count, "save_total_limit")
     file.word("save_strategy", ("steps",))
     file.note("every save_steps, and at the end", "save_strategy")
 
 
 def _logging(file: YamlConfig) -> None:
-    file.spelled("log-interval", YamlConfig.count, "logging_steps")
     asked, own = "report_to", "logging.tensorboard"
     value, tensorboard = file.values.get(asked), file.boolean(own)
     if value is not None:
@@ -228,7 +220,6 @@ def _evaluation(file: YamlConfig) -> None:
 
 
 def _data(file: YamlConfig) -> None:
-    file.spelled("data.cache-dir", YamlConfig.text, "data.cache_dir")
     if file.practises:
         return  # its prompts and completions have lengths of their own
     file.spelled("data.max-length", YamlConfig.count, "data.max_length", *file.own("max_length"))

@@ -49,6 +49,12 @@ class YamlConfig(YamlFile):
         """The keys of the algorithm's own hyperparameters: in `training`, at the top, or in its section."""
         return (*names, *self.in_section(*names))
 
+    def plain_own(self, rows: Mapping[str, str]) -> None:
+        """`plain` for the algorithm's own hyperparameters."""
+        for name, row in rows.items():
+            kind, *names = row.split()
+            self.plain({name: " ".join((kind, *self.own(*names)))})
+
     def in_section(self, *names: str) -> tuple[str, ...]:
         """The keys of these names in the algorithm's section."""
         return tuple(f"{section}.{name}" for section in SECTIONS[self.algorithm] for name in names)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from openpi_train import registry
 from openpi_train.choice import on_env
+from openpi_train.doors.begun_anew import begun_anew
 from openpi_train.doors.door_requests import RiptRequest
 from openpi_train.doors.ript.ript_flags import ENV, TranslatedRipt, translate_ript
 from openpi_train.doors.yaml_file import read_yaml
@@ -19,9 +20,8 @@ from openpi_train.envs.env import Env
 from openpi_train.envs.named import FORMS, environment
 from openpi_train.experiment import Experiment
 from openpi_train.interop import checkpoint_formats, ours
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.objectives.policy_gradient import PolicyGradient
-from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.optim import LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.practice.estimator import AdvantageEstimator
 from openpi_train.practice.robot_practice import RobotPractice
@@ -83,28 +83,16 @@ def practising(base: Experiment, env: Env | None) -> Experiment:
     objective = base.objective
     if not objective.practises:
         objective = PolicyGradient(law=_law(base), average="attempts")
+    rate = LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-5)
     return dataclasses.replace(
-        base,
-        name=NAME,
-        exp_name="",
+        begun_anew(base, name=NAME, rate=rate, output="./output"),
         objective=objective,
         practice=dataclasses.replace(own, advantages=AdvantageEstimator(kind="rloo"), mixed_only=True),
-        weight_loader=CheckpointWeightLoader(),
-        lr_schedule=LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-5),
-        optimizer=AdamW(b2=0.999, weight_decay=0.01),
-        ema_decay=None,
-        grad_accum=1,
-        micro_batch_size=None,
-        lr_scaling="none",
-        reference_batch_size=None,
         num_epochs=None,
         profile=0,
         keep_period=None,
         keep_last=3,
         eval=dataclasses.replace(base.robot_eval, interval=0, closed_loop=dataclasses.replace(loop, interval=0)),
-        resume=False,
-        overwrite=False,
-        checkpoint_base_dir="./output",
     )
 
 

@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from openpi_train.doors.config_file import Flag, words
-from openpi_train.doors.deepspeed.flags import NO_CLIPPING
+from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.ript.without_ript_flag import WITHOUT_RIPT_FLAG
 from openpi_train.doors.torch_optimizer import translate_optimizer
-from openpi_train.doors.yaml_file import YamlFile, contradiction
+from openpi_train.doors.yaml_file import YamlFile
 from openpi_train.runtime.exits import UsageError
 
 # Attempts of a group, groups of a device, passes over an iteration's attempts, iterations, and those between saves.
@@ -25,32 +24,47 @@ _GROUP_SIZE_KEY, _BATCH_KEY = "algo.rloo_batch_size", "algo.ppo_batch_size"
 _GROUPS_KEYS = ("algo.data_batch_size", "algo.demo_batch_size", "train_dataloader.batch_size")
 _EPOCHS_KEYS = ("algo.num_epochs", "algo.num_ppo_epochs")
 _POLICY_KEYS = ("policy_path", "checkpoint_path", "algo.checkpoint_path", "model.checkpoint_path")
-_STATES_KEYS = ("task.num_init_states", "dataset.num_init_states", "task.demos_per_env")
-_LENGTH_KEYS = ("task.max_episode_length", "algo.max_episode_length")
 _CLIP_KEYS, _CLIP_HIGH = ("algo.ppo_clip_range", "algo.clip_range"), "algo.ppo_clip_high"
-_NORM_KEYS = ("algo.grad_norm_clip", "algo.grad_norm_clip_model", "grad_clip")
-_MIXED_KEYS = ("algo.enable_dynamic_sampling", "enhanced_sampling.enable_smart_filtering")
 _TASKS, _TASK = "task.task_names_to_use", "task.task_name"
 # The key of the environment's name.
 ENV = "task.benchmark_name"
 _TRACK, _SKIP = "algo.enable_rollout_stats_tracking", "algo.rollout_skip_threshold"
 _NAME = "exp_name"
+_STATES, _LENGTH = "practice.states-per-task", "practice.max-steps"
+# Flags that are one value each: how it is read, and all spellings of its key.
+_PLAIN = {
+    "exp-name": "text exp_name",
+    "checkpoint-base-dir": "text output_dir",
+    "seed": "whole seed",
+    "data.datasets.0.norm-stats": "text norm_stats_path",
+    "grad-accum": "count algo.gradient_accumulation_steps gradient_accumulation_steps",
+    "keep-last": "count fault_tolerance.max_checkpoints_to_keep",
+    "eval.closed-loop.episodes-per-task": "count rollout.rollouts_per_env task.rollouts_per_env",
+    "eval.closed-loop.episodes-per-device": "count rollout.num_parallel_envs",
+    "lr-schedule.peak-lr": "number algo.lr",
+    "optimizer.b1": "number optimizer.beta1",
+    "optimizer.b2": "number optimizer.beta2",
+    "optimizer.eps": "number optimizer.eps",
+    "optimizer.momentum": "number optimizer.momentum",
+    "optimizer.clip-gradient-norm": "bound algo.grad_norm_clip algo.grad_norm_clip_model grad_clip",
+    "objective.kl-weight": "number algo.kl_coef",
+    "practice.mixed-only": "boolean algo.enable_dynamic_sampling enhanced_sampling.enable_smart_filtering",
+    _STATES: "count task.num_init_states dataset.num_init_states task.demos_per_env",
+    _LENGTH: "count task.max_episode_length algo.max_episode_length",
+    "practice.episodes-per-device": (
+        "count task.num_parallel_envs algo.num_parallel_envs task.env_runner.num_parallel_envs"
+    ),
+    "model.remat": "recomputes data_parallel.enable_gradient_checkpointing",
+    "project-name": "text logging.project",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TranslatedRipt:
-    """A translated file: the checkpoint to start from, the environment's name (None: that of the checkpoint's run),
-    flags of an experiment, a line per key.
-    """
+class TranslatedRipt(Translated):
+    """With the checkpoint to start from, and the environment's name (None: that of the checkpoint's run)."""
 
     policy: str | None
     env: str | None
-    flags: tuple[Flag, ...]
-    lines: tuple[str, ...]
-
-    def report(self) -> str:
-        """A report of every key and its result."""
-        return "\n".join([*self.lines, f"together: {' '.join(word for flag in self.flags for word in flag)}"])
 
 
 def translate_ript(
@@ -65,12 +79,13 @@ def translate_ript(
     file = YamlFile(config, WITHOUT_RIPT_FLAG, "RIPT's trainer", given or {})
     if name is not None:
         file.values.setdefault(_NAME, name)
-    _run(file)
+    file.plain(_PLAIN)
+    _resume(file)
     batch_size, num_steps = _iteration(file)
     _length(file, num_steps)
     _evaluation(file, num_steps)
     _learning_rate(file, batch_size)
-    _optimizer(file)
+    translate_optimizer(file, ("adamw", "adam", "sgd"), "algo.weight_decay")
     _objective(file)
     _sampling(file)
     _tasks(file)
@@ -80,15 +95,10 @@ def translate_ript(
     policy, env = file.agreed(YamlFile.text, *_POLICY_KEYS), file.text(ENV)
     file.flag("weight-loader.params-path", policy, *_POLICY_KEYS)
     file.note("the environment, in practice and in evaluations", ENV)
-    lines = file.lines()
-    return TranslatedRipt(policy=policy, env=env, flags=tuple(words(*flag) for flag in file.flags.items()), lines=lines)
+    return TranslatedRipt(policy=policy, env=env, lines=file.lines(), flags=file.words)
 
 
-def _run(file: YamlFile) -> None:
-    file.spelled("exp-name", YamlFile.text, _NAME)
-    file.spelled("checkpoint-base-dir", YamlFile.text, "output_dir")
-    file.spelled("seed", YamlFile.whole, "seed")
-    file.spelled("data.datasets.0.norm-stats", YamlFile.text, "norm_stats_path")
+def _resume(file: YamlFile) -> None:
     auto, newest, again = "fault_tolerance.auto_resume", "fault_tolerance.resume_from_latest", "resume"
     resumes = file.agreed(YamlFile.boolean, auto, again)
     if resumes and file.boolean(newest) is False:
@@ -113,7 +123,6 @@ def _iteration(file: YamlFile) -> tuple[int, int]:
     file.flag("batch-size", batch_size, _BATCH_KEY)
     # Of one device: the number of devices is not known yet.
     file.flag("keep-effective-batch-size", False, *_GROUPS_KEYS, _BATCH_KEY)
-    file.spelled("grad-accum", YamlFile.count, "algo.gradient_accumulation_steps", "gradient_accumulation_steps")
     return batch_size, epochs * groups * group_size // batch_size
 
 
@@ -128,7 +137,6 @@ def _length(file: YamlFile, num_steps: int) -> None:
     file.flag("num-train-steps", iterations * num_steps, *length)
     file.flag("save-interval", every * num_steps, *saves, switch)
     file.flag("log-interval", num_steps)
-    file.spelled("keep-last", YamlFile.count, "fault_tolerance.max_checkpoints_to_keep")
 
 
 def _evaluation(file: YamlFile, num_steps: int) -> None:
@@ -140,10 +148,6 @@ def _evaluation(file: YamlFile, num_steps: int) -> None:
         file.note("before the first step, after the last, and every rollout.interval iterations", switch)
         for name in ("eval.interval", "eval.closed-loop.interval"):
             file.flag(name, None if every is None else every * num_steps, *intervals)
-    file.spelled(
-        "eval.closed-loop.episodes-per-task", YamlFile.count, "rollout.rollouts_per_env", "task.rollouts_per_env"
-    )
-    file.spelled("eval.closed-loop.episodes-per-device", YamlFile.count, "rollout.num_parallel_envs")
     videos = "enhanced_sampling.save_videos"
     if file.boolean(videos) is False:
         file.flag("eval.closed-loop.num-videos", 0, videos)
@@ -152,7 +156,6 @@ def _evaluation(file: YamlFile, num_steps: int) -> None:
 
 
 def _learning_rate(file: YamlFile, batch_size: int) -> None:
-    file.spelled("lr-schedule.peak-lr", YamlFile.number, "algo.lr")
     key = "algo.lr_scaling"
     scaling = file.word(key, ("none", "linear", "sqrt"))
     file.flag("lr-scaling", scaling, key)
@@ -161,35 +164,25 @@ def _learning_rate(file: YamlFile, batch_size: int) -> None:
         file.flag("reference-batch-size", batch_size, key)
 
 
-def _optimizer(file: YamlFile) -> None:
-    translate_optimizer(file, ("adamw", "adam", "sgd"), "algo.weight_decay")
-    for key, name in {"beta1": "b1", "beta2": "b2", "eps": "eps", "momentum": "momentum"}.items():
-        file.spelled(f"optimizer.{name}", YamlFile.number, f"optimizer.{key}")
-    bound = file.agreed(YamlFile.number, *_NORM_KEYS)
-    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, *_NORM_KEYS)
-
-
 def _objective(file: YamlFile) -> None:
     low, high = file.agreed(YamlFile.number, *_CLIP_KEYS), file.number(_CLIP_HIGH)
     file.flag("objective.clip-low", low, *_CLIP_KEYS)
     file.flag("objective.clip-high", low if high is None else high, *(_CLIP_KEYS if high is None else (_CLIP_HIGH,)))
-    file.spelled("objective.kl-weight", YamlFile.number, "algo.kl_coef")
 
 
 def _sampling(file: YamlFile) -> None:
     """Which groups are learnt from, and which initial states are passed over."""
-    file.spelled("practice.mixed-only", YamlFile.boolean, *_MIXED_KEYS)
     tries = "enhanced_sampling.max_sampling_attempts"
     if most := file.count(tries):
         # A try is a group there; here a wave, of all groups.
         file.flag("practice.max-waves", math.ceil(most / file.flags["practice.num-groups"]), tries)
-    states = file.spelled("practice.states-per-task", YamlFile.count, *_STATES_KEYS)
+    states = _PLAIN[_STATES].split()[1]
     tracks, times = file.boolean(_TRACK), file.whole(_SKIP)
     if tracks is False or times == 0:
         file.note("no initial state is passed over", _TRACK, _SKIP)
-    elif states is None:
-        file.note(f"no initial state is drawn twice, so none is passed over; {_STATES_KEYS[0]} sets a number", _TRACK)
-        file.note(f"needs {_STATES_KEYS[0]}", _SKIP)
+    elif _STATES not in file.flags:
+        file.note(f"no initial state is drawn twice, so none is passed over; {states} sets a number", _TRACK)
+        file.note(f"needs {states}", _SKIP)
     elif times is not None or tracks:
         file.flag("practice.skip-solved", 3 if times is None else times, _SKIP, _TRACK)
 
@@ -212,23 +205,15 @@ def _tasks(file: YamlFile) -> None:
 
 
 def _episodes(file: YamlFile) -> None:
-    length = file.spelled("practice.max-steps", YamlFile.count, *_LENGTH_KEYS)
     evaluated = "rollout.max_episode_length"
     own = file.count(evaluated)
-    file.flag("eval.closed-loop.max-steps", length if own is None else own, evaluated)
-    file.spelled(
-        "practice.episodes-per-device",
-        YamlFile.count,
-        *("task.num_parallel_envs", "algo.num_parallel_envs", "task.env_runner.num_parallel_envs"),
-    )
+    file.flag("eval.closed-loop.max-steps", file.flags.get(_LENGTH) if own is None else own, evaluated)
 
 
 def _precision(file: YamlFile) -> None:
-    mixed, recomputes = ("use_mixed_precision", "use_amp"), "data_parallel.enable_gradient_checkpointing"
+    mixed = ("use_mixed_precision", "use_amp")
     half = file.agreed(YamlFile.boolean, *mixed)
     file.flag("model.dtype", None if half is None else "bfloat16" if half else "float32", *mixed)
-    again = file.boolean(recomputes)
-    file.flag("model.remat", None if again is None else "full" if again else "none", recomputes)
     profiles = "debug.profile_performance"
     file.flag("profile", {None: None, True: _PROFILED, False: 0}[file.boolean(profiles)], profiles)
 
@@ -240,4 +225,3 @@ def _tracking(file: YamlFile) -> None:
     if said is not None and enabled is not None and enabled != (said != "disabled"):
         raise contradiction(f"{mode} is {said} and wandb is {'on' if enabled else 'off'}")
     file.flag("wandb-enabled", enabled if said is None else said != "disabled", mode, *switches)
-    file.spelled("project-name", YamlFile.text, "logging.project")

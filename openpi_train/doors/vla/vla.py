@@ -18,6 +18,7 @@ from openpi_train.choice import on_dataset, source_of
 from openpi_train.data.config import Dataset
 from openpi_train.data.parquet import Parquet
 from openpi_train.data.source import SourceConfig
+from openpi_train.doors.begun_anew import begun_anew
 from openpi_train.doors.config_file import not_replaced
 from openpi_train.doors.door_requests import VlaRequest
 from openpi_train.doors.own_checkpoint import going_on
@@ -33,10 +34,9 @@ from openpi_train.doors.vla.vla_flags import (
 )
 from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.optim import AdamW, LRSchedule
+from openpi_train.optim import LRSchedule
 from openpi_train.robots.numbered import Numbered
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
@@ -102,29 +102,17 @@ def training(base: Experiment, translated: TranslatedVla) -> Experiment:
     first = dataclasses.replace(data.datasets[0], robot=_robot(data.datasets[0], translated))
     if held_out is not None:
         first = dataclasses.replace(first, validation=_source(VALIDATION_KEY, held_out))
+    rate = LRSchedule(kind="constant", warmup_steps=0, peak_lr=2e-5, decay_steps=None, decay_lr=0.0)
     return dataclasses.replace(
-        base,
-        name=NAME,
-        exp_name="",
+        begun_anew(base, name=NAME, rate=rate, output=DEFAULT_OUTPUT),
         objective=FlowMatching(augment=False),
         data=dataclasses.replace(data, datasets=(first, *data.datasets[1:]), normalization="min_max"),
-        weight_loader=CheckpointWeightLoader(),
-        lr_schedule=LRSchedule(kind="constant", warmup_steps=0, peak_lr=2e-5, decay_steps=None, decay_lr=0.0),
-        optimizer=AdamW(b2=0.999, weight_decay=0.01),
-        ema_decay=None,
         seed=123,
         batch_size=8,
-        grad_accum=1,
-        micro_batch_size=None,
-        lr_scaling="none",
-        reference_batch_size=None,
         num_epochs=10,
         log_interval=10,
         save_best=True,
         on_nan="skip",
-        resume=False,
-        overwrite=False,
-        checkpoint_base_dir=DEFAULT_OUTPUT,
     )
 
 

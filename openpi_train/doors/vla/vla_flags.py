@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.doors.config_file import Flag, words
-from openpi_train.doors.deepspeed.flags import NO_CLIPPING
+from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.own_checkpoint import own_checkpoint, split_checkpoint
 from openpi_train.doors.posttraining.model_keys import address_of
 from openpi_train.doors.torch_optimizer import translate_betas, translate_optimizer
 from openpi_train.doors.vla.without_vla_flag import WITHOUT_VLA_FLAG
-from openpi_train.doors.yaml_file import YamlFile, contradiction
+from openpi_train.doors.yaml_file import YamlFile
 from openpi_train.runtime.exits import UsageError
 
 # The experiment's name, and so the folder of its runs.
@@ -34,15 +33,32 @@ _T_MAX, _EPOCHS = "lr_scheduler.T_max", "epochs"
 _PIXELS = re.compile(r"-(224|448|896)/?$")
 # What the trainer adds to a run's name.
 _TIME = re.compile(r"_\d{8}_\d{6}$")
+# Flags that are one value each: how it is read, and its key.
+_PLAIN = {
+    "exp-name": f"text {NAME_KEY}",
+    "checkpoint-base-dir": "text checkpoint_dir",
+    "seed": "whole seed",
+    "num-epochs": f"count {_EPOCHS}",
+    "log-interval": "count log_interval",
+    "batch-size": f"count {_BATCH}",
+    "grad-accum": "count gradient_accumulation_steps",
+    "num-workers": "whole data.num_workers",
+    "lr-schedule.peak-lr": "number optimizer.lr",
+    "optimizer.eps": "number optimizer.eps",
+    "optimizer.clip-gradient-norm": "bound grad_clip_norm",
+    "model.head.depth": f"count {_HEAD}.num_layers",
+    "model.head.num-heads": f"count {_HEAD}.num_heads",
+    "model.max-token-len": "count data.prompt_max_len",
+    "eval.num-sample-steps": f"count {_HEAD}.num_inference_timesteps",
+}
 # The feed-forward layers of the trainer's head, relative to its width.
 _MLP_FACTOR = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TranslatedVla:
-    """A translated file: the datasets, those that are held out, the dims of state and action and the number of cameras
-    (None: not in the file), flags of an experiment, a line per key, whether each GPU takes the whole batch size, and
-    the team at Weights & Biases.
+class TranslatedVla(Translated):
+    """With the datasets, those that are held out, the dims of state and action and the number of cameras (None: not in
+    the file), and the team at Weights & Biases.
     """
 
     datasets: tuple[str, ...]
@@ -50,20 +66,7 @@ class TranslatedVla:
     state_dims: int | None
     action_dims: int | None
     cameras: int | None
-    flags: tuple[Flag, ...]
-    lines: tuple[str, ...]
-    per_gpu: bool
     entity: str | None
-
-    def report(self) -> str:
-        """A report of every key and its result."""
-        batch = (
-            "each GPU takes the batch size, as there: with --keep_effective_batch_size it counts the rows of all GPUs"
-            if self.per_gpu
-            else "the batch size counts the rows of all GPUs, as there with --keep_effective_batch_size"
-        )
-        together = f"together: {' '.join(word for flag in self.flags for word in flag)}"
-        return "\n".join([*self.lines, f"{batch}; the learning rate stays", together])
 
 
 def translate_vla(config: Mapping[str, Any], given: Mapping[str, Any] | None = None, name: str = "") -> TranslatedVla:
@@ -78,57 +81,42 @@ def translate_vla(config: Mapping[str, Any], given: Mapping[str, Any] | None = N
     file = YamlFile(config, WITHOUT_VLA_FLAG, "the trainer", given or {})
     if name:
         file.values.setdefault(NAME_KEY, name)
-    _run(file)
-    per_gpu = _batch(file)
+    file.plain(_PLAIN)
+    batch = _batch(file)
     _schedule(file, written.count(_EPOCHS))
     translate_optimizer(file, ("adamw", "adam"))
     translate_betas(file)
-    file.spelled("optimizer.eps", YamlFile.number, "optimizer.eps")
     _backbone(file)
     state_dims, action_dims = _dims(file)
     _head(file)
     (datasets, validation), cameras = _data(file), _cameras(file)
     entity = _tracking(file)
     _resume(file)
-    lines = file.lines()
     return TranslatedVla(
         datasets=datasets,
         validation=validation,
         state_dims=state_dims,
         action_dims=action_dims,
         cameras=cameras,
-        flags=tuple(words(*flag) for flag in file.flags.items()),
-        lines=lines,
-        per_gpu=per_gpu,
+        flags=file.words,
+        lines=(*file.lines(), f"{batch}; the learning rate stays"),
         entity=entity,
     )
 
 
-def _run(file: YamlFile) -> None:
-    file.spelled("exp-name", YamlFile.text, NAME_KEY)
-    file.spelled("checkpoint-base-dir", YamlFile.text, "checkpoint_dir")
-    file.spelled("seed", YamlFile.whole, "seed")
-    file.spelled("num-epochs", YamlFile.count, _EPOCHS)
-    file.spelled("log-interval", YamlFile.count, "log_interval")
-    bound = file.number("grad_clip_norm")
-    file.flag("optimizer.clip-gradient-norm", NO_CLIPPING if bound == 0 else bound, "grad_clip_norm")
-
-
-def _batch(file: YamlFile) -> bool:
-    """The rows of a step. Returns whether each GPU takes as many."""
+def _batch(file: YamlFile) -> str:
+    """The rows of a step. Returns a sentence that says whose they are."""
     keeps = file.boolean("keep_effective_batch_size", False)
-    file.spelled("batch-size", YamlFile.count, _BATCH)
     # Always said, so that a flag of ours that is given behind it counts as it does there.
     file.flag("keep-effective-batch-size", keeps, "keep_effective_batch_size", _BATCH)
-    file.spelled("grad-accum", YamlFile.count, "gradient_accumulation_steps")
-    file.spelled("num-workers", YamlFile.whole, "data.num_workers")
-    return not keeps
+    if keeps:
+        return "the batch size counts the rows of all GPUs, as there with --keep_effective_batch_size"
+    return "each GPU takes the batch size, as there: with --keep_effective_batch_size it counts the rows of all GPUs"
 
 
 def _schedule(file: YamlFile, epochs: int | None) -> None:
     """The learning rate; `epochs` are those of the file itself, for which its T_max was chosen."""
     kind, low = "lr_scheduler.type", "lr_scheduler.eta_min"
-    file.spelled("lr-schedule.peak-lr", YamlFile.number, "optimizer.lr")
     said = file.word(kind, ("cosineannealinglr", "none"))
     if said in (None, "none"):
         if file.has("lr_scheduler") and said is None:
@@ -197,15 +185,9 @@ def _head(file: YamlFile) -> None:
         raise UsageError(f"{sees} is false; allowed: true (the flow head always sees the robot's state)")
     file.note("the flow head sees the robot's state", sees)
     for key, only in ((categories, 1), (dropout, 0)):
-        value = file.number(key, only)
-        if value != only:
-            raise UsageError(f"{key} is {value}; allowed: {only} (the flow head has no such part)")
-        file.note(f"{only}: as here", key)
-    file.spelled("model.head.depth", YamlFile.count, f"{_HEAD}.num_layers")
-    file.spelled("model.head.num-heads", YamlFile.count, f"{_HEAD}.num_heads")
+        file.only(key, only, "the flow head has no such part", note=f"{only}: as here")
     width = file.spelled("model.head.width", YamlFile.count, f"{_HEAD}.embed_dim")
     file.flag("model.head.mlp-dim", None if width is None else _MLP_FACTOR * width, f"{_HEAD}.embed_dim")
-    file.spelled("eval.num-sample-steps", YamlFile.count, f"{_HEAD}.num_inference_timesteps")
 
 
 def _data(file: YamlFile) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -225,7 +207,6 @@ def _data(file: YamlFile) -> tuple[tuple[str, ...], tuple[str, ...]]:
         file.flag("eval.interval", 0, VALIDATION_KEY)
     file.note("the held-out data", VALIDATION_KEY)
     file.note("minimum and maximum of each dim, computed from the training data", "data.normalization_stats_path")
-    file.spelled("model.max-token-len", YamlFile.count, "data.prompt_max_len")
     return found[TRAIN_KEY], found[VALIDATION_KEY]
 
 
