@@ -66,7 +66,9 @@ def test_each_stage_is_made_once_and_only_when_it_is_asked_for(given, monkeypatc
     made: list[str] = []
     for name in ("whole_layout", "forecasts", "with_checked_attention"):
         one = getattr(settling, name)
-        monkeypatch.setattr(settling, name, lambda *args, one=one, name=name: made.append(name) or one(*args))
+        monkeypatch.setattr(
+            settling, name, lambda *args, one=one, name=name, **how: made.append(name) or one(*args, **how)
+        )
     ahead_of_devices = Settling.ahead(given, 4)
     assert ahead_of_devices.fitted.batch_size == 8 and ahead_of_devices.require_start(None)
     assert not made
