@@ -233,11 +233,16 @@ def forecast(
     )
 
 
+def is_settled(forecasts: Sequence[Forecast]) -> bool:
+    """Whether these steps of the policy that recomputes least are so small that no other policy is worth a look."""
+    return bool(forecasts) and all(one.is_small for one in forecasts)
+
+
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     """The strategy with the shortest step of those that fit, with the policy that needs least memory; and why.
 
     A policy may cost `_EQUAL` of the time, a strategy that needs less memory `_ALIKE`. None if nothing fits. Among
-    equals the first is taken.
+    equals the first is taken. Where every step of the policy that recomputes least is small it is that policy.
     """
     fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
     if not fitting:
@@ -259,13 +264,16 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
                 f"{(memory.state + memory.step) / GIB:.1f} GiB: generate fewer at a time ({flags})"
             )
         return None, why
+    num_fitting = len(fitting)
+    if is_settled(least_work := [one for one in fitting if one.policy is forecasts[0].policy]):
+        fitting = least_work
     shortest = fitting[0]
     alike = [one for one in fitting if one.policy is shortest.policy and one.step_s <= (1 + _ALIKE) * shortest.step_s]
     first = min(alike, key=lambda one: math.ceil(one.memory.total / (_UNIT * one.machine.usable_bytes)))
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
     # What is generated between steps takes the same under every policy.
     best = min(equal, key=lambda one: math.ceil(one.memory.step / (_UNIT * one.machine.usable_bytes)))
-    why = f"{best.words()}; the shortest step of the {len(fitting)} of {len(forecasts)} that fit"
+    why = f"{best.words()}; the shortest step of the {num_fitting} of {len(forecasts)} that fit"
     if best is not shortest:
         share = _EQUAL if best.layout is shortest.layout else _ALIKE
         why += f", to {share:.1%}, with more room than {shortest.words()}"

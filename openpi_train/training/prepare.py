@@ -16,7 +16,7 @@ from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
 from openpi_train.planning.costs import ROWS, RematCost, cost
-from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast
+from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast, is_settled
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.step import Trainer
@@ -84,7 +84,7 @@ def forecasts(
 
     policies = policy_costs(experiment, layout, batch_spec)
     found = with_policies([next(policies)])
-    if of_all_policies or not all(one.is_small for one in found[0]):
+    if of_all_policies or not is_settled(found[0]):
         found += with_policies(policies)
     return [one for of_layout in zip(*found, strict=True) for one in of_layout]
 
