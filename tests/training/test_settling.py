@@ -1,6 +1,8 @@
 """One settling is read by every door: what a start would do is what a dry run, a plan and a compilation describe."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import pytest
@@ -62,13 +64,19 @@ def test_every_door_describes_the_run_that_a_start_takes(given):
     assert of_doors == dict.fromkeys(doors, (rows, rate))
 
 
+def noting(one: Callable[..., Any], name: str, made: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **named: Any) -> Any:
+        made.append(name)
+        return one(*args, **named)
+
+    return noted
+
+
 def test_each_stage_is_made_once_and_only_when_it_is_asked_for(given, monkeypatch):
     made: list[str] = []
     for name in ("whole_layout", "forecasts", "with_checked_attention"):
         one = getattr(settling, name)
-        monkeypatch.setattr(
-            settling, name, lambda *args, one=one, name=name, **how: made.append(name) or one(*args, **how)
-        )
+        monkeypatch.setattr(settling, name, noting(one, name, made))
     ahead_of_devices = Settling.ahead(given, 4)
     assert ahead_of_devices.fitted.batch_size == 8 and ahead_of_devices.require_start(None)
     assert not made
