@@ -116,6 +116,29 @@ def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
     assert len(seen) == 1 + len(get_args(Remat)) and "Bounds by the compiled programs" in capsys.readouterr().out
 
 
+def test_where_the_recommended_step_does_not_fit_the_next_one_is_compiled_and_recommended(monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "PLUGINS", ("jax",))
+    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    seen = []
+
+    def compiled(words, one, flags):
+        seen.append(one)
+        return dataclasses.replace(ACCOUNT, peak_bytes=80 * GIB if len(seen) == 1 else GIB)
+
+    monkeypatch.setattr(gpu_step, "compile_candidate", compiled)
+    words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--model.remat", "auto", "--batch-size", "512"]
+    assert cli.run(words) == DONE
+    text = capsys.readouterr().out
+    first, other = seen
+    assert other.memory.total < first.memory.total
+    assert f"Recommended instead: {other.words()}, as {first.words()} needs 80.0 GiB by the compiler" in text
+    seen.clear()
+    assert cli.run([*words, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommendation"]["candidate"]["remat"] == other.policy.remat
+    assert [one["candidate"]["remat"] for one in found["compiled_for_gpus"]] == [first.policy.remat, other.policy.remat]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
