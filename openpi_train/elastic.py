@@ -1,6 +1,6 @@
 """Adapt an experiment to another number of devices, and its learning rate to the batch size.
 
-Pure functions from experiment to experiment, with a log line per decision. Read next: `training/settle.py`, the caller.
+Pure functions from experiment to experiment, with a log line per decision. Read next: `training/settling.py`.
 """
 
 import dataclasses

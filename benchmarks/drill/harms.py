@@ -17,8 +17,9 @@ Outside = Callable[[Scene], AbstractContextManager[None]]
 _AWAY_S = 3.0
 _SLOW_S = 6.0
 _DOWN_S = 120.0
-# Free space left on a filled disk: enough for log lines, but not for a checkpoint.
-_LEFT_BYTES = 256 << 10
+# Free space left on a filled disk: on the shared one enough for log lines, but not for a checkpoint; a process's share
+# of one, which lies on a host's own, has 36 kB.
+_LEFT_BYTES, _LEFT_LOCALLY = 256 << 10, 8 << 10
 
 
 @contextlib.contextmanager
@@ -120,7 +121,7 @@ def tear_record(scene: Scene) -> Iterator[None]:
 @contextlib.contextmanager
 def fill_shared_disk(scene: Scene) -> Iterator[None]:
     """Fill the shared disk until a save has failed."""
-    with _filled(scene.lab.behind / "ballast", scene.lab.behind):
+    with _filled(scene.lab.behind / "ballast", scene.lab.behind, _LEFT_BYTES):
         _await_line(scene, "The run goes on without it")
     yield
 
@@ -129,7 +130,7 @@ def fill_shared_disk(scene: Scene) -> Iterator[None]:
 def fill_local_disk(scene: Scene) -> Iterator[None]:
     """Fill the disk of the victim's host until a save there has failed."""
     folder = Path(f"/proc/{scene.lab.network.hosts[scene.host].pid}/root/tmp")
-    with _filled(folder / "ballast", folder):
+    with _filled(folder / "ballast", folder, _LEFT_LOCALLY):
         _await_line(scene, "It is left out, on all; the run goes on")
     yield
 
@@ -200,11 +201,11 @@ def _kill_ssh(launcher: int, host: str) -> None:
 
 
 @contextlib.contextmanager
-def _filled(ballast: Path, folder: Path) -> Iterator[None]:
+def _filled(ballast: Path, folder: Path, left: int) -> Iterator[None]:
     try:
         with ballast.open("wb") as file:
             for _ in range(20):  # what others write meanwhile
-                free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize - _LEFT_BYTES
+                free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize - left
                 if free > 0:
                     with contextlib.suppress(OSError):
                         os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free)

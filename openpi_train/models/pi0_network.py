@@ -83,7 +83,6 @@ class Pi0(nnx.Module):
             {"language": language, "action": action},
             vocab_size,
             {"action": width} if adaptive else {},
-            is_cut=not insulated,
             **compute,
             rngs=rngs,
         )

@@ -167,7 +167,6 @@ class Gemma(nnx.Module):
         configs: sizes by expert name; depth and head shape must agree.
         vocab_size: size of the token table; 0 makes none.
         condition_widths: experts whose norms are adaptive, with the width of their condition.
-        is_cut: whether training may give `wanted`, so that the last layer is computed apart.
         dtype: the type of activations; parameters are float32 and cast where they are used.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
     """
@@ -178,7 +177,6 @@ class Gemma(nnx.Module):
         vocab_size: int,
         condition_widths: Mapping[str, int],
         *,
-        is_cut: bool = False,
         dtype: Any,
         remat: Remat,
         attention: Attention = "auto",
@@ -196,7 +194,6 @@ class Gemma(nnx.Module):
             lambda rngs: GemmaLayer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,
             rngs,
-            is_cut=is_cut,
         )
         self.final_norm = nnx.Dict(
             {

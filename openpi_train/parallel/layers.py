@@ -20,15 +20,14 @@ from openpi_train.parallel.shard import Gathering, Shard, is_shard, whole
 M = TypeVar("M", bound=nnx.Module)
 
 
-def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs, *, is_cut: bool = False) -> M:
+def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M:
     """One module with the parameters of `depth` separately initialised layers, stacked on a new first axis.
 
-    Run it by `scan_layers` and the functions below, which gather each layer when it runs. `is_cut`: training may run it
-    by `scan_to_last`, whose copy the forecast of memory then counts.
+    Run it by `scan_layers` and the functions below, which gather each layer when it runs.
     """
     stacked = nnx.vmap(make)(rngs.split(depth))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
-        variable.set_metadata(gathering=Gathering.BY_LAYER, is_cut=is_cut)
+        variable.set_metadata(gathering=Gathering.BY_LAYER)
     return stacked
 
 

@@ -48,18 +48,6 @@ def gatherings(module: nnx.Module) -> dict[str, Gathering]:
     return {path: gathering for path, gathering in found.items() if gathering is not None}
 
 
-def cut_stack_paths(module: nnx.Module) -> frozenset[str]:
-    """The parameters of stacks of layers whose last layer is computed apart (`layers.py: scan_to_last`)."""
-    variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return frozenset("/".join(map(str, path)) for path, variable in variables if variable.get_metadata("is_cut", False))
-
-
-def convolution_kernel_paths(module: nnx.Module) -> frozenset[str]:
-    """The kernels of convolutions."""
-    nodes = ((path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Conv | nnx.ConvTranspose))
-    return frozenset("/".join(map(str, (*path, "kernel"))) for path, _ in nodes)
-
-
 def mark_fixed(module: nnx.Module, paths: Container[str]) -> None:
     """Mark the parameters with these paths as fixed: no gradient is taken in them (`layers.py: scan_to_last`)."""
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):

@@ -16,10 +16,10 @@ from openpi_train.parallel.mesh import FSDP, TENSOR, planned_mesh
 from openpi_train.parallel.params import gatherings, merge_module
 from openpi_train.parallel.shard import Gathering
 from openpi_train.parallel.strategy import Plan, Strategy
-from openpi_train.planning.forecast import HIDDEN, HIDDEN_KEPT, HIDDEN_UNROLLED, LayoutCost, Machine
+from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
-from openpi_train.planning.memory import Memory, predict, slice_bytes
+from openpi_train.planning.memory import Memory, predict
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, tensor_bytes
 
@@ -93,38 +93,8 @@ def layout_cost(
     fixed = {path: leaf for path, leaf in state.shapes.frozen.items() if ways.get(path) is not Gathering.BY_ROW}
 
     @functools.cache
-    def step_memory(
-        num_micros: int, later: frozenset[str] = frozenset(), unread: frozenset[str] = frozenset(), layers: int = 2
-    ) -> Memory:
-        return predict(
-            *(cut, plan, 0, 0),
-            num_micros=num_micros,
-            dtype=dtype,
-            later=later,
-            unread=unread,
-            begun_layers=layers,
-            on_gpus=machine.kind.is_known,  # all in the table are GPUs
-            unrolled=experiment.unroll_layers is True,
-        )
-
-    def missing(num_micros: int, later: frozenset[str]) -> int:
-        return step_memory(num_micros).step - step_memory(num_micros, later).step
-
-    def without_copies(num_micros: int, unread: frozenset[str]) -> int:
-        if num_micros > 1:  # the next micro-batch reads them, too
-            return 0
-        return step_memory(1).compute_copy - step_memory(1, unread=unread).compute_copy
-
-    def unbegun(num_micros: int, layers: int) -> int:
-        return step_memory(num_micros).layer - step_memory(num_micros, layers=layers).layer
-
-    @functools.cache
-    def slices(unread: frozenset[str]) -> int:
-        return slice_bytes(cut, plan, dtype, unread) if experiment.unroll_layers is True else 0
-
-    @functools.cache
     def memory(num_micros: int) -> Memory:
-        step = step_memory(num_micros)
+        step = predict(cut, plan, num_micros=num_micros, dtype=dtype, unrolled=experiment.unroll_layers is True)
         more = (
             {} if practice is None else practice.on_device(experiment.batch_size, machine.num_devices // tensor_devices)
         )
@@ -155,11 +125,6 @@ def layout_cost(
         flows=sent,
         beside=beside,
         beside_bytes=beside_bytes,
-        hidden=HIDDEN if not experiment.unroll_layers else HIDDEN_UNROLLED if plan.cuts("copy") else HIDDEN_KEPT,
-        later=missing,
-        unread=without_copies,
-        unbegun=unbegun,
-        slices=slices,
         practice=practice,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

@@ -13,6 +13,14 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 0.02
 
 
+def needed_bytes(memory: Any) -> int:
+    """Bytes that a compiled step takes on each device, by its `memory_analysis`; 0 if the backend has none."""
+    if memory is None:
+        return 0
+    own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + own
+
+
 def check_plan(path: Path, compiled: Any, batch_bytes: int) -> None:
     """Add the memory of `compiled`, the step with `batch_bytes` on each device, to the plan at `path`, and log it.
 
@@ -26,7 +34,7 @@ def check_plan(path: Path, compiled: Any, batch_bytes: int) -> None:
     plan = read_json(path)
     forecast, available = plan["bytes_per_device"], plan["available_bytes_per_device"]
     arguments, own = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    total = arguments + own + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total = needed_bytes(memory)
     state, expected = arguments + memory.host_argument_size_in_bytes - batch_bytes, forecast["state"] + forecast["host"]
     found = {"state": state, "batch": batch_bytes, "temporaries": own, "total": total}
     write_json(path, {**plan, "compiled_bytes_per_device": found})

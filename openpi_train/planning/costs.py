@@ -1,19 +1,17 @@
-"""The cost of one row on a device, from the traced gradient of a micro-batch. Read next: `live_bytes.py`, `flops.py`.
+"""The cost of one row on a device, counted in the traced gradient of a micro-batch. Read next: `estimate.py`,
+`flops.py`.
 
-`training/prepare.py` traces it, for every rematerialisation policy that a run may choose.
+`training/prepare.py` traces it, for the rematerialisation policies that a run may choose.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import TENSOR
+from openpi_train.planning.estimate import peak_bytes
 from openpi_train.planning.flops import product_flops, rewritten_bytes
-from openpi_train.planning.forecast import ActivationMoment, RematCost
-from openpi_train.planning.live_bytes import Compiler, Moment, moments
 from openpi_train.planning.traffic import summed_bytes
 from openpi_train.runtime.device_kinds import product_rate
 
@@ -22,67 +20,36 @@ ROWS = 8191
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TracedGradient:
-    """Loss and gradient of `ROWS` rows on one device, or one tensor group: the run's own, under one policy.
+class RematCost:
+    """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
+    of activations at once on a device, bytes summed in tensor groups, and bytes of the row itself.
 
-    `experiment` has that policy; `jaxpr` is the traced program, whose first results are the gradients of `trained`.
-    Its inputs of these numbers are the parameters that stay `fixed`, and the trained matrices that devices which shard
-    them gather all `at_once`.
+    `remat` None: the model has no policies. `rewritten_bytes_per_row` are written again by the backward pass
+    (`flops.py`). `product_rate` is that of products in the model's type, as a share of bfloat16's.
     """
 
-    experiment: Experiment
-    jaxpr: Any
-    trained: Sequence[str] = ()
-    fixed: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    at_once: Mapping[int, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def groups(self) -> list[Mapping[int, str]]:
-        """The parameters of which it matters when they are read: fixed ones one by one, those at once together."""
-        return [*({number: path} for number, path in self.fixed.items()), *([self.at_once] if self.at_once else [])]
+    remat: str | None
+    flops_per_row: float
+    model_flops_per_row: float
+    activation_bytes_per_row: float
+    summed_bytes_per_row: float = 0.0
+    rewritten_bytes_per_row: float = 0.0
+    batch_bytes_per_row: float = 0.0
+    product_rate: float = 1.0
 
 
-# Counts the bytes that a device needs at once for each row of a micro-batch, without parameters and gradients: the
-# estimates below, or a compiler. The moment with most bytes comes first; its outputs are the gradients, its groups of
-# inputs those of parameters.
-ActivationBytes = Callable[[TracedGradient], Sequence[Moment]]
-
-
-def live_activation_bytes(gradient: TracedGradient) -> Sequence[Moment]:
-    """Bytes per row of the arrays of the traced program that are alive at once."""
-    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), [[*group] for group in gradient.groups])
-
-
-def gpu_activation_bytes(gradient: TracedGradient, *, sends: bool = False) -> Sequence[Moment]:
-    """The same for GPUs, which `sends`: send gradients to each other."""
-    compiler = Compiler(fuses_norms=True, puts_off=sends)
-    groups = [[*group] for group in gradient.groups]
-    return moments(gradient.jaxpr, bytes_per_row, len(gradient.trained), groups, compiler=compiler)
-
-
-def cost(
-    remat: str | None, gradient: TracedGradient, activation_bytes: ActivationBytes = live_activation_bytes
-) -> RematCost:
-    """The cost of a row under the policy of this name."""
-    found = [
-        ActivationMoment(
-            bytes_per_row=max(moment.num_bytes, 1.0),
-            later=frozenset(gradient.trained[number] for number in moment.later),
-            unread=frozenset(path for number in moment.unread for path in gradient.groups[number].values()),
-            begun_layers=moment.begun_layers,
-        )
-        for moment in activation_bytes(gradient)
-    ]
+def cost(remat: str | None, jaxpr: Any, dtype: Any) -> RematCost:
+    """The cost of a row under the policy of this name, of the traced loss and gradient of `ROWS` rows on one device, or
+    one tensor group, computed in `dtype`."""
     return RematCost(
         remat=remat,
-        flops_per_row=product_flops(gradient.jaxpr) / ROWS,
-        model_flops_per_row=product_flops(gradient.jaxpr, recomputed=False) / ROWS,
-        activation_bytes_per_row=found[0].bytes_per_row,
-        moments=found,
-        summed_bytes_per_row=summed_bytes(gradient.jaxpr, TENSOR, bytes_per_row),
-        rewritten_bytes_per_row=rewritten_bytes(gradient.jaxpr, bytes_per_row),
-        batch_bytes_per_row=sum(bytes_per_row(var.aval) for var in gradient.jaxpr.invars),
-        product_rate=product_rate(np.dtype(gradient.experiment.model.compute_dtype).itemsize),
+        flops_per_row=product_flops(jaxpr) / ROWS,
+        model_flops_per_row=product_flops(jaxpr, recomputed=False) / ROWS,
+        activation_bytes_per_row=max(peak_bytes(jaxpr, bytes_per_row), 1.0),
+        summed_bytes_per_row=summed_bytes(jaxpr, TENSOR, bytes_per_row),
+        rewritten_bytes_per_row=rewritten_bytes(jaxpr, bytes_per_row),
+        batch_bytes_per_row=sum(bytes_per_row(var.aval) for var in jaxpr.invars),
+        product_rate=product_rate(np.dtype(dtype).itemsize),
     )
 
 

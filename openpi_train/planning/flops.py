@@ -1,11 +1,10 @@
 """Count the FLOPs of a traced program, and what it writes again. Read next: `training/program.py`, the caller."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from openpi_train.parallel.remat import INPUT
-from openpi_train.planning.jaxprs import bodies, devices, turns
+from openpi_train.planning.jaxprs import SizeOf, bodies, devices, turns
 
 # jax's name for the part of a backward pass that `jax.checkpoint` adds (jax 0.10.2: `ad_checkpoint.py`).
 _RECOMPUTED = "rematted_computation"
@@ -37,7 +36,7 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
     return total
 
 
-def rewritten_bytes(jaxpr: Any, size_of: Callable[[Any], float]) -> float:
+def rewritten_bytes(jaxpr: Any, size_of: SizeOf) -> float:
     """Bytes, by `size_of`, of the inputs of products with weights that the backward pass computes, and so writes,
     again: it takes them from no product, so that no FLOPs say so."""
     total = 0.0

@@ -9,21 +9,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from openpi_train.parallel.strategy import Strategy
+from openpi_train.planning.costs import RematCost
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import Memory
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.runtime.device_kinds import GIB, DeviceKind
 
-# Steps whose times differ by less count as equal; then lower memory wins, in units of this share of the memory.
-_EQUAL, _UNIT = 0.005, 0.01
+# Steps whose times differ by less count as equal, of two policies and of two strategies; then lower memory wins, in
+# units of this share of the memory.
+_EQUAL, _ALIKE, _UNIT = 0.005, 0.02, 0.01
 # Share of the memory that jax may use which a run may plan with: the rest is for the allocator and the collectives.
 USABLE = 0.9
 # Share of a link's nominal rate that rings reach, and of a memory's rate that kernels do.
 LINK_SHARE, MEMORY_SHARE = 0.8, 0.9
-# Share of the shorter of products and what is sent beside them that overlaps: in loops; in unrolled layers, which begin
-# to be sent earlier; and in those whose copies stay, where XLA's scheduler lets sums of gradients wait for each other.
-# It fits compiled steps of full pi0 (docs/planning.md). Over a network, which may be slow, none is counted on.
-HIDDEN, HIDDEN_UNROLLED, HIDDEN_KEPT = 0.75, 0.85, 0.65
+# Share of the shorter of products and what is sent beside them that overlaps. Over a network, which may be slow, none
+# is counted on.
+HIDDEN = 0.75
+# Share of the usable memory up to which a step is small.
+SMALL = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,13 +61,8 @@ class Machine:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutCost:
     """A strategy's cost by the number of micro-batches: `memory` without activations, `flows`, the traffic, and
-    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`), of which they hide
-    the share `hidden`.
+    `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
 
-    `later` is how many bytes less there are as long as these parameters have no gradient of the micro-batch yet,
-    `unread` how many less when these have no copies: they are not read yet, or not any more; `unbegun` how many less
-    when gradients of that many unrolled layers, of two, are begun; `slices` how many more
-    where nothing is recomputed: copies that layers read and keep, of all but these. Else they are copied again.
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
     sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
     """
@@ -76,46 +74,8 @@ class LayoutCost:
     flows: Callable[[int, float], Sequence[Flow]]
     beside: Callable[[int], Sequence[Flow]] = lambda num_micros: ()
     beside_bytes: Callable[[int], float] = lambda num_micros: 0.0
-    hidden: float = HIDDEN
-    later: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
-    unread: Callable[[int, frozenset[str]], int] = lambda num_micros, paths: 0
-    unbegun: Callable[[int, int], int] = lambda num_micros, layers: 0
-    slices: Callable[[frozenset[str]], int] = lambda paths: 0
     uncut_share: float = 0.0
     practice: PracticeCost | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationMoment:
-    """A time in the gradient: its bytes of activations per row, the parameters whose gradients are made later, those
-    that are not read then (not yet, or not any more, as a reference's in the backward pass), and of how many unrolled
-    layers gradients are begun: 2 are the most that matter."""
-
-    bytes_per_row: float
-    later: frozenset[str] = frozenset()
-    unread: frozenset[str] = frozenset()
-    begun_layers: int = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RematCost:
-    """A rematerialisation policy's cost per row: FLOPs executed (and those of them that are not recomputation), bytes
-    at once on a device, bytes summed in tensor groups, and bytes of the row itself.
-
-    None: the model has no policies. `activation_bytes_per_row` are the most at once, `moments` the times at which
-    memory can be fullest; none: when all gradients are there. `rewritten_bytes_per_row` are written again by the
-    backward pass (`flops.py`). `product_rate` is that of products in the model's type, as a share of bfloat16's.
-    """
-
-    remat: str | None
-    flops_per_row: float
-    model_flops_per_row: float
-    activation_bytes_per_row: float
-    moments: Sequence[ActivationMoment] = ()
-    summed_bytes_per_row: float = 0.0
-    rewritten_bytes_per_row: float = 0.0
-    batch_bytes_per_row: float = 0.0
-    product_rate: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +98,11 @@ class Forecast:
     def fits(self) -> bool:
         """Whether it fits the usable memory of the device."""
         return self.memory.total <= self.machine.usable_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it needs so little of the device that no estimate is off by the rest."""
+        return self.memory.total <= SMALL * self.machine.usable_bytes
 
     @property
     def flops_per_step(self) -> float:
@@ -168,9 +133,7 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Step time in which products hide what is sent beside them within hosts; used to compare candidates."""
-        hidden_s = self.layout.hidden * min(
-            self._sending_s([one for one in self.beside if not one.between]), self.compute_s
-        )
+        hidden_s = HIDDEN * min(self._sending_s([one for one in self.beside if not one.between]), self.compute_s)
         return self.compute_s + self.moving_s + self.sending_s - hidden_s + self.memory.host_link_s
 
     @property
@@ -210,16 +173,21 @@ class Forecast:
             "samples_per_s_if_overlapped": self.batch_size / self.overlapped_s,
         }
 
+    @property
+    def name(self) -> str:
+        """Strategy and policy."""
+        remat = f", remat {self.policy.remat}" if self.policy.remat else ""
+        groups = self.machine.num_devices // self.layout.tensor_devices
+        over = f" over {self.layout.fsdp_devices}" if 1 < self.layout.fsdp_devices < groups else ""
+        return f"{self.layout.strategy}{over}{remat}"
+
     def words(self) -> str:
         """Strategy, policy and needs, for a log line."""
-        remat = f", remat {self.policy.remat}" if self.policy.remat else ""
         sent = sum(max(flow.within, flow.between) for flow in self.flows)
         needs = f"{self.memory.total / GIB:.1f} GiB, {sent / 1e9:.3g} GB sent"
         needs += f", {self.memory.host / GIB:.1f} GiB in host memory" if self.memory.host else ""
         times = f", {self.step_s:.3g} s per step" if self.machine.kind.is_known else ""
-        groups = self.machine.num_devices // self.layout.tensor_devices
-        over = f" over {self.layout.fsdp_devices}" if 1 < self.layout.fsdp_devices < groups else ""
-        return f"{self.layout.strategy}{over}{remat}, grad_accum {self.grad_accum} ({needs}{times})"
+        return f"{self.name}, grad_accum {self.grad_accum} ({needs}{times})"
 
 
 def forecast(
@@ -230,72 +198,51 @@ def forecast(
     If none fits, that which needs least: summing micro-batches takes memory, too.
     """
     rows = batch_size * layout.tensor_devices // machine.num_devices
-    moments = policy.moments or [ActivationMoment(bytes_per_row=policy.activation_bytes_per_row)]
 
-    def of_step(num_micros: int) -> Memory:
+    def without_activations(num_micros: int) -> Memory:
         memory = layout.memory(num_micros)
         if memory.experience:  # that is the batch
             return memory
         return dataclasses.replace(memory, batch=int(policy.batch_bytes_per_row * rows))
 
-    def fewer_copies(num_micros: int, moment: ActivationMoment) -> int:
-        kept = layout.slices(moment.unread) if policy.remat == "none" else 0
-        return layout.unread(num_micros, moment.unread) - kept
-
-    def less(num_micros: int, moment: ActivationMoment) -> int:
-        fewer = fewer_copies(num_micros, moment) + layout.unbegun(num_micros, moment.begun_layers)
-        return layout.later(num_micros, moment.later) + fewer
+    def memory(num_micros: int) -> Memory:
+        activations = int(policy.activation_bytes_per_row * (rows // num_micros))
+        return dataclasses.replace(without_activations(num_micros), activations=activations)
 
     def most_rows(num_micros: int) -> int:
-        memory = of_step(num_micros)
-        free = machine.usable_bytes - memory.state - memory.grads
-        if free < memory.fetched:
+        memory = without_activations(num_micros)
+        if memory.state + memory.step > machine.usable_bytes:
             return 0
-        free -= memory.working
-        fitting = ((free + less(num_micros, one)) / one.bytes_per_row for one in moments)
-        return max(math.floor(min(fitting)), 0)
-
-    def memory(num_micros: int) -> Memory:
-        return max((at(num_micros, one) for one in moments), key=lambda memory: memory.step)
-
-    def at(num_micros: int, moment: ActivationMoment) -> Memory:
-        memory, later = of_step(num_micros), layout.later(num_micros, moment.later)
-        memory = dataclasses.replace(
-            memory,
-            activations=int(moment.bytes_per_row * (rows // num_micros)),
-            compute_copy=memory.compute_copy - fewer_copies(num_micros, moment),
-            layer=memory.layer - layout.unbegun(num_micros, moment.begun_layers),
-        )
-        if memory.micro_grads:
-            return dataclasses.replace(memory, micro_grads=memory.micro_grads - later)
-        return dataclasses.replace(memory, grads=memory.grads - later)
+        return int((machine.usable_bytes - memory.state - memory.beside) // policy.activation_bytes_per_row)
 
     fitting = (n for n in accumulations if rows // n <= most_rows(n))
     grad_accum = next(fitting, None) or min(accumulations, key=lambda n: memory(n).total)
-    at_a_time = rows // grad_accum
-    # What layers read again in the backward pass is copied again; what is unread at every moment is never read there.
-    unread = frozenset.intersection(*(one.unread for one in moments))
-    copied_again = 0 if policy.remat == "none" else grad_accum * layout.slices(unread)
+    moved = layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum)
     return Forecast(
         layout=layout,
         policy=policy,
         machine=machine,
         batch_size=batch_size,
         grad_accum=grad_accum,
-        rows=at_a_time,
+        rows=rows // grad_accum,
         most_rows=most_rows(grad_accum),
         memory=memory(grad_accum),
         flows=layout.flows(grad_accum, policy.summed_bytes_per_row),
         beside=layout.beside(grad_accum),
-        moved_bytes=2 * (layout.memory(grad_accum).moved(grad_accum) + layout.beside_bytes(grad_accum) + copied_again)
-        + policy.rewritten_bytes_per_row * rows,
+        moved_bytes=2 * moved + policy.rewritten_bytes_per_row * rows,
     )
+
+
+def is_settled(forecasts: Sequence[Forecast]) -> bool:
+    """Whether these steps of the policy that recomputes least are so small that no other policy is worth a look."""
+    return bool(forecasts) and all(one.is_small for one in forecasts)
 
 
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     """The strategy with the shortest step of those that fit, with the policy that needs least memory; and why.
 
-    A policy may cost `_EQUAL` of the time. None if nothing fits. Among equals the first is taken.
+    A policy may cost `_EQUAL` of the time, a strategy that needs less memory `_ALIKE`. None if nothing fits. Among
+    equals the first is taken. Where every step of the policy that recomputes least is small it is that policy.
     """
     fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
     if not fitting:
@@ -317,13 +264,19 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
                 f"{(memory.state + memory.step) / GIB:.1f} GiB: generate fewer at a time ({flags})"
             )
         return None, why
-    first = fitting[0]
+    num_fitting = len(fitting)
+    if is_settled(least_work := [one for one in fitting if one.policy is forecasts[0].policy]):
+        fitting = least_work
+    shortest = fitting[0]
+    alike = [one for one in fitting if one.policy is shortest.policy and one.step_s <= (1 + _ALIKE) * shortest.step_s]
+    first = min(alike, key=lambda one: math.ceil(one.memory.total / (_UNIT * one.machine.usable_bytes)))
     equal = [one for one in fitting if one.layout is first.layout and one.step_s <= (1 + _EQUAL) * first.step_s]
     # What is generated between steps takes the same under every policy.
     best = min(equal, key=lambda one: math.ceil(one.memory.step / (_UNIT * one.machine.usable_bytes)))
-    why = f"{best.words()}; the shortest step of the {len(fitting)} of {len(forecasts)} that fit"
-    if best is not first:
-        why += f", to {_EQUAL:.1%}, with more room than {first.words()}"
+    why = f"{best.words()}; the shortest step of the {num_fitting} of {len(forecasts)} that fit"
+    if best is not shortest:
+        share = _EQUAL if best.layout is shortest.layout else _ALIKE
+        why += f", to {share:.1%}, with more room than {shortest.words()}"
     shorter = [one for one in forecasts if not one.fits and one.compute_s < best.compute_s]
     policies = dict.fromkeys(str(one.policy.remat) for one in shorter if one.layout is best.layout)
     if policies:
@@ -334,3 +287,14 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
 def least_memory(forecasts: Sequence[Forecast]) -> Forecast:
     """The forecast that needs the least memory."""
     return min(forecasts, key=lambda one: one.memory.total)
+
+
+def instead(forecasts: Sequence[Forecast], failed: Forecast, needed_bytes: int) -> Forecast | None:
+    """What to take in place of `failed`, whose program needs `needed_bytes` on a device: the shortest step of those
+    that then fit, if estimates of the others are off by as much; else what needs least. None if nothing needs less."""
+    less = [one for one in forecasts if one.memory.total < failed.memory.total]
+    factor = needed_bytes / failed.memory.total
+    fitting = [one for one in less if factor * one.memory.total <= failed.machine.usable_bytes]
+    if fitting:
+        return min(fitting, key=lambda one: one.step_s)
+    return least_memory(less) if less else None

@@ -14,7 +14,7 @@ from openpi_train.generation.generator import lengths
 from openpi_train.parallel.mesh import planned_mesh
 from openpi_train.parallel.params import Params, merge_module, module_params
 from openpi_train.parallel.strategy import Plan
-from openpi_train.planning.live_bytes import peak_bytes
+from openpi_train.planning.estimate import peak_bytes
 from openpi_train.planning.memory import bytes_per_device
 
 # Of every row's logits: the model's, those with the settings applied, and their log-probabilities, in float32.

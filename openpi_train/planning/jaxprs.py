@@ -1,9 +1,13 @@
-"""Helpers to traverse traced programs (jaxprs). Read next: `flops.py`, `live_bytes.py`, `traffic.py`."""
+"""Helpers to traverse traced programs (jaxprs). Read next: `flops.py`, `estimate.py`, `traffic.py`."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+
+# Bytes of an array of this shape and type that count.
+SizeOf = Callable[[Any], float]
 
 
 def bodies(equation: Any) -> list[Any]:

@@ -6,7 +6,7 @@ State is exact: abstract shapes under the plan's shardings. Activations are an e
 
 import dataclasses
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from openpi_train.parallel.mesh import FSDP, TENSOR
-from openpi_train.parallel.params import convolution_kernel_paths, cut_stack_paths, gatherings, merge_module
+from openpi_train.parallel.params import gatherings, merge_module
 from openpi_train.parallel.shard import Gathering
 from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
 
-# What XLA gives every product of cuBLAS's to work with, one at a time (jaxlib 0.10.2, without a device to tune on).
-CUBLAS_BYTES = 4 * 2**20
+# How far an estimate of memory may be off, as a share of what the compiler says (`estimate.py`).
+OFF = 0.25
 
 
 class DoesNotFit(UsageError):
@@ -41,12 +41,10 @@ class Memory:
     ema: int
     grads: int
     compute_copy: int
-    activations: int
+    activations: int = 0
     micro_grads: int = 0
     # The rows of a step that learns from a dataset.
     batch: int = 0
-    # What the libraries of products and convolutions work with.
-    libraries: int = 0
     # One layer while it runs, where layers are gathered or their gradients cut one by one.
     layer: int = 0
     host: int = 0
@@ -74,15 +72,21 @@ class Memory:
         return self.state + max(self.step, self.generation, self.acting)
 
     @property
-    def step(self) -> int:
-        """Peak bytes of a step in addition to the state."""
-        return self.grads + max(self.working, self.fetched)
+    def least(self) -> int:
+        """`total`, with activations that are overestimated as far as they may be."""
+        return dataclasses.replace(self, activations=int(self.activations / (1 + OFF))).total
 
     @property
-    def working(self) -> int:
-        """Bytes in addition to state and sum of gradients, until the gradients are complete."""
-        own = self.compute_copy + self.activations + self.micro_grads + self.layer
-        return own + self.batch + self.experience + self.libraries
+    def step(self) -> int:
+        """Peak bytes of a step in addition to the state."""
+        return max(self.beside + max(self.activations, self.micro_grads or self.grads), self.grads + self.fetched)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of a step beside activations and the gradients that are made from them, of which the backward pass
+        frees the former as it makes the latter: the larger of both counts."""
+        summed = self.grads if self.micro_grads else 0
+        return summed + self.compute_copy + self.layer + self.batch + self.experience
 
     @property
     def host_link_s(self) -> float:
@@ -110,127 +114,53 @@ def bytes_per_device(tree: Any, shardings: Any, *, on_host: bool = False) -> int
 
 
 def predict(
-    layout: Any,
-    plan: Any,
-    activation_bytes_per_row: float,
-    rows_per_device: int,
-    *,
-    num_micros: int = 1,
-    dtype: Any = jnp.bfloat16,
-    later: Container[str] = (),
-    unread: Collection[str] = (),
-    begun_layers: int = 2,
-    on_gpus: bool = False,
-    unrolled: bool = False,
+    layout: Any, plan: Any, *, num_micros: int = 1, dtype: Any = jnp.bfloat16, unrolled: bool = False
 ) -> Memory:
-    """Memory of one device for a state layout (`training/init.py: StateLayout`), at the end of a backward pass.
+    """Memory of one device for a state layout (`training/init.py: StateLayout`), without activations and rows.
 
-    Gradients are summed in float32. If the plan shards them, each layer's is sharded as it arises, before which one
-    layer's is whole; otherwise those of a micro-batch are temporarily whole, those of gathered layers in the compute
-    dtype `dtype`. So is the copy used for computation, of all parameters that are gathered or have another dtype. Where
-    layers are gathered when they run, there are copies of what is in no layer, and of what is trained of a stack that
-    is cut (`layers.py: scan_to_last`), as its parts are. Rows of a table that are sharded stay where they are, and
-    so does their gradient.
-
-    Args: `later` are parameters whose gradients of the micro-batch are not there yet, `unread` those that have no
-    copies at that time. `on_gpus`: kernels of convolutions that are not cast are copied, too, as cuDNN reads their dims
-    in another order, and so are parts of layers that all-gathers read in another order; there is cuBLAS's workspace.
-    `unrolled`: layers are not in a loop, which has copies of whole stacks; their gradients are sharded as they arise
-    under zero1, too, if there is one micro-batch, and while one layer's are summed, in the type in which they are sent,
-    those of another are whole: of the `begun_layers` that have gradients, the last 2.
+    The state is exact. Gradients are float32, and sharded as they arise where the plan cuts them, or where layers are
+    `unrolled` and there is one micro-batch; else whole until the end, those of one of several micro-batches in `dtype`.
+    The copy is of all that has another type than `dtype` or is gathered, whole; but layers are gathered one by one
+    where the plan cuts the copy, and the rows of a table that is sharded stay where they are, with their gradient.
     """
     shapes, shardings = layout.shapes, layout.shardings
-    on_host = _on_host(layout)
-    leaves = {**shapes.frozen, **shapes.params}
-    module = merge_module(layout.graphdef, leaves)
+    on_host, leaves = _on_host(layout), {**shapes.frozen, **shapes.params}
+    ways = gatherings(merge_module(layout.graphdef, leaves))
     specs = {path: plan.spec("state", leaf, path) for path, leaf in leaves.items()}
-    ways = gatherings(module)
-    by_row = {path for path, way in ways.items() if way is Gathering.BY_ROW and specs[path][:1] == (FSDP,)}
+    cut = {path for path, spec in specs.items() if FSDP in spec}
+    in_place = {path for path in cut if ways.get(path) is Gathering.BY_ROW and specs[path][0] == FSDP}
+    of_layers = {path for path in cut if ways.get(path) is Gathering.BY_LAYER}
+    as_they_arise = of_layers if unrolled and num_micros == 1 else set()
 
-    def held(part: Any, paths: Iterable[str], dtype: Any) -> int:
-        """Bytes of these parameters in `dtype`, sharded like `part`."""
-        total = 0
-        for path in paths:
-            spec = specs[path] if path in by_row else plan.spec(part, leaves[path], path)
-            total += _bytes(leaves[path].shape, dtype, plan, spec)
-        return total
+    def held(paths: Iterable[str], dtype: Any, parts: Container[str]) -> int:
+        """Bytes of these parameters in `dtype`; of those in `parts` this device's part, of others the whole."""
+        return sum(
+            (_bytes(leaves[path].shape, dtype, plan, specs[path]) if path in parts else _whole(path, dtype))
+            for path in paths
+        )
 
-    gathered = {path for path in leaves if FSDP in specs[path] and path not in by_row and path not in unread}
-    of_layers = {path for path in gathered if ways.get(path) is Gathering.BY_LAYER}
-    trained = {path for path in shapes.params if path not in later}
-    cut_stacks = cut_stack_paths(module)
-    sharded = of_layers if unrolled and num_micros == 1 else set()  # as they arise, under every strategy
-    found = trained if num_micros == 1 else set(shapes.params)
-    grads = held("grads", found - sharded, jnp.float32) + held("state", found & sharded, jnp.float32)
-    if num_micros == 1 and not (plan.cuts("grads") and gathered):
-        # Nothing is summed: the gradients of what is gathered in `dtype` (`parallel/devices.py`), or cast to it before
-        # it is cut (`layers.py: scan_to_last`), are whole in it.
-        of_copies = (of_layers | (cut_stacks - gathered)) - sharded
-        narrow = {path for path in of_copies & trained if leaves[path].ndim > 2}
-        grads += held("grads", narrow, dtype) - held("grads", narrow, jnp.float32)
-    narrowed = {path for path, leaf in leaves.items() if leaf.dtype != dtype and path not in unread}
-    copied = narrowed | gathered
-    if plan.cuts("copy"):
-        cut = cut_stacks & of_layers & set(shapes.params)
-        compute_copy = held("copy", narrowed - gathered, dtype)
-        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in cut) if not unrolled else 0
-        whole = {path: leaves[path] for path in gathered - of_layers}
-        compute_copy += sum(_whole_bytes(leaf, leaf.dtype, plan, specs[path]) for path, leaf in whole.items())
-    else:  # what is gathered at once is gathered in its own type, and cast by what reads it (`parallel/devices.py`)
-        at_once = gathered - of_layers
-        compute_copy = held("copy", copied - at_once, dtype)
-        compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in at_once)
-    if not unrolled and not plan.cuts("copy") and (num_micros > 1 or plan.cuts("grads")):
-        # A gathered stack less its last layer (`layers.py: scan_to_last`) is a second copy: the first is read by the
-        # last layer and the next micro-batch. Under zero1 whole gradients come later, and take more. On GPUs, with one
-        # micro-batch, so is every stack of matrices: gathered with the dim in front that is cut, and read with layers.
-        stacks = {path for path in of_layers if leaves[path].ndim > 2}
-        twice = cut_stacks | (stacks if on_gpus and num_micros == 1 else frozenset())
-        compute_copy += held("copy", gathered & twice & set(shapes.params), dtype)
-    if on_gpus:
-        # Until the kernel's gradient is made. What is gathered arrives in that order.
-        kernels = convolution_kernel_paths(module) - narrowed - gathered - trained - set(unread)
-        compute_copy += sum(_whole_bytes(leaves[path], dtype, plan, specs[path]) for path in kernels)
-        if plan.cuts("copy") and not unrolled:
-            # All-gathers want the dim that is cut first: where it is not a layer's first, there is a copy of the part
-            # in that order, which of a stack without its last layer is the one above.
-            turned = {path for path in of_layers if leaves[path].ndim > 2 and specs[path].index(FSDP) > 1}
-            turned -= cut_stacks if num_micros == 1 else frozenset()
-            compute_copy += sum(held("copy", [path], leaves[path].dtype) for path in turned)
-    gradients = [jnp.float32, plan.reduce_dtype] if plan.cuts("grads") or sharded else []
-    micro_grads = held("grads", trained, jnp.float32) if plan.cuts("grads") else held("copy", trained, dtype)
+    def _whole(path: str, dtype: Any) -> int:
+        return _whole_bytes(leaves[path], dtype, plan, specs[path])
+
+    parts = cut if plan.cuts("grads") else in_place | as_they_arise
+    copied = {path for path, leaf in leaves.items() if leaf.dtype != dtype or path in cut - in_place}
+    summed_by_layer = plan.cuts("grads") or as_they_arise
     return Memory(
         params=bytes_per_device(shapes.params, shardings.params),
         frozen=bytes_per_device(shapes.frozen, shardings.frozen),
         optimizer=bytes_per_device(shapes.opt_state, shardings.opt_state),
         ema=bytes_per_device(shapes.ema, shardings.ema),
-        grads=grads,
-        compute_copy=compute_copy,
-        activations=int(activation_bytes_per_row * rows_per_device),
-        micro_grads=micro_grads if num_micros > 1 else 0,
-        libraries=CUBLAS_BYTES * on_gpus,
+        grads=held(shapes.params, jnp.float32, parts),
+        compute_copy=held(copied - of_layers if plan.cuts("copy") else copied, dtype, in_place),
+        micro_grads=held(shapes.params, jnp.float32 if plan.cuts("grads") else dtype, parts) if num_micros > 1 else 0,
         layer=_layer_bytes(
             *(plan, {path: leaves[path] for path in of_layers}, specs, shapes.params, dtype),
-            gradients=gradients[: begun_layers if unrolled else 1],
+            # One layer's, and of unrolled ones those of the next, which is being computed meanwhile.
+            gradients=[jnp.float32, plan.reduce_dtype][: 1 + unrolled] if summed_by_layer else [],
         ),
         host=sum(on_host.values()),
         fetched=sum(sorted(on_host.values())[-2:]),  # of two parameters at a time (`parallel/update.py`)
     )
-
-
-def slice_bytes(layout: Any, plan: Any, dtype: Any, unread: Collection[str] = ()) -> int:
-    """Bytes of the fixed matrices of layers, but `unread` ones, that are neither gathered nor cast to `dtype`: XLA
-    copies those of each layer out of the stack. Those of a stack that is cut are copied again under every policy, which
-    is not counted."""
-    frozen = layout.shapes.frozen
-    module = merge_module(layout.graphdef, {**frozen, **layout.shapes.params})
-    ways, cut_stacks, total = gatherings(module), cut_stack_paths(module), 0
-    for path, leaf in frozen.items():
-        spec = plan.spec("state", leaf, path)
-        is_read = ways.get(path) is Gathering.BY_LAYER and path not in cut_stacks and path not in unread
-        if is_read and leaf.ndim > 2 and leaf.dtype == dtype and FSDP not in spec:
-            total += _bytes(leaf.shape, dtype, plan, spec)
-    return total
 
 
 def _layer_bytes(
@@ -289,8 +219,9 @@ def require_host(memory: Memory, available: int, offload: str) -> None:
 
 
 def require(memory: Memory, available: int, num_devices: int, experiment: Any) -> None:
-    """Raise DoesNotFit, with advice, if the run needs more than `available` bytes on a device."""
-    if memory.total <= available:
+    """Raise DoesNotFit, with advice, if the run needs more than `available` bytes on a device, however far its estimate
+    is off: what may fit its compiler judges."""
+    if memory.least <= available:
         return
     advice = []
     tensor_devices = experiment.sharding.tensor_devices

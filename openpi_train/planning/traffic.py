@@ -14,8 +14,7 @@ import numpy as np
 from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
-from openpi_train.planning.jaxprs import bodies, turns
-from openpi_train.planning.live_bytes import SizeOf
+from openpi_train.planning.jaxprs import SizeOf, bodies, turns
 
 # jax's names of collectives in a traced program.
 _KIND_OF = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}

@@ -90,10 +90,14 @@ def data(experiment: Experiment) -> Iterator[CheckResult]:
     config, ready = experiment.data, True
     if not isinstance(config, DataConfig):
         wrong = Together()
-        for note in examine_data(experiment, wrong):
-            yield warn("dataset", f"not checked: {note}", "the first start says what is wrong with it")
+        notes = examine_data(experiment, wrong)
         for error in wrong.errors:
             yield fail("dataset", str(error), "as it says; a run would end here too")
+        if not wrong.errors and experiment.data_are_ready():
+            yield ok("dataset", f"{type(config).__name__}: there, and ready to be opened")
+            return
+        for note in notes:
+            yield warn("dataset", f"not checked: {note}", "the first start says what is wrong with it")
         return
     for number, dataset in enumerate(config.datasets):
         source = dataset.source

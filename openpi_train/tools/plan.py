@@ -1,7 +1,8 @@
 """The `plan` verb: forecast the memory and speed of an experiment on any devices.
 
 State is exact (abstract evaluation), FLOPs are counted in the traced step, activations are estimated from it, traffic
-follows the strategies' formulas over the links; for the recommended candidate there is also the compiler's analysis.
+follows the strategies' formulas over the links. XLA's GPU compiler, where it is installed, says whether the recommended
+candidate fits; else the next one is recommended, as a run takes it.
 Nothing is allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
 """
 
@@ -9,14 +10,14 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
-from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, recommend
+from openpi_train.planning.forecast import LINK_SHARE, Forecast, Machine, instead, recommend
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS, has_target, target_of
@@ -61,8 +62,8 @@ def main(
 ) -> int:
     """Print the plan. Returns 0, or 2 if nothing fits. Call it before jax starts.
 
-    `compiler` is "auto", "cpu" or "gpu", or None: nothing is compiled. `words` name the experiment with its flags, for
-    the process that compiles for GPUs. Raises UsageError for conflicting flags.
+    `compiler` is "auto" (the one for GPUs where it is installed), "cpu" or "gpu", or None: nothing is compiled. `words`
+    name the experiment with its flags, for the process that compiles for GPUs. Raises UsageError for conflicting flags.
     """
     kinds = KINDS_OF_TARGETS if compiler == "gpu" or compile_all else KINDS
     machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency, kinds)
@@ -71,25 +72,48 @@ def main(
     report = make_report(experiment, machine)
     if as_text:
         print(plan_text.tables(report), flush=True)
-    compiled, accounts = None, []
-    chosen = report.recommended
+    compiled, accounts, chosen = None, [], report.recommended
     if compiler == "cpu" and chosen is not None:
         compiled = ahead.compile_step(report.experiment, chosen)
         if as_text:
             print("\n" + plan_text.compiled(compiled, chosen))
-    if compiler == "gpu":
+    if compiler == "gpu" and chosen is not None:
         machine_flags = ["--devices", num_devices, "--device-kind", machine.kind.name, "--hosts", num_hosts]
         machine_flags += ["--device-gib", machine.available_bytes / CLIENT_SHARE / GIB, "--network-gb-s", network_gb_s]
-        candidates = [one for one in report.forecasts if one.fits and (compile_all or one is chosen)]
-        for one in candidates:
-            accounts.append((one, gpu_step.compile_candidate(words, one, [*map(str, machine_flags)])))
-            if as_text:
-                print("\n" + gpu_text.lines(accounts[-1][1], one), flush=True)
-    if as_text and len(accounts) > 1:
-        print("\n" + gpu_text.comparison(accounts))
+        flags = [*map(str, machine_flags)]
+        report, accounts = _judged(
+            report, lambda one: gpu_step.compile_candidate(words, one, flags), compile_all=compile_all, as_text=as_text
+        )
     if not as_text:
         print(json.dumps(_as_json(report, compiled, accounts), indent=1))
     return DONE if chosen is not None else USAGE
+
+
+def _judged(
+    report: Report, compile_one: Callable[[Forecast], GpuAccount], *, compile_all: bool, as_text: bool
+) -> tuple[Report, list[tuple[Forecast, GpuAccount]]]:
+    """All candidates that fit by the estimate, compiled for GPUs; or the recommended one, and as long as that does not
+    fit, the next, as a run takes it. The report then recommends that one."""
+    accounts: list[tuple[Forecast, GpuAccount]] = []
+    assert report.recommended is not None
+    open_ones = [one for one in report.forecasts if one.fits] if compile_all else [report.recommended]
+    while open_ones:
+        one, *open_ones = open_ones
+        account = compile_one(one)
+        accounts.append((one, account))
+        if as_text:
+            print("\n" + gpu_text.lines(account, one), flush=True)
+        if compile_all or account.peak_bytes <= report.machine.usable_bytes:
+            continue
+        if other := instead(report.forecasts, one, account.peak_bytes):
+            open_ones = [other]
+            why = f"{other.words()}, as {one.words()} needs {account.peak_bytes / GIB:.1f} GiB by the compiler"
+            report = dataclasses.replace(report, recommended=other, why=why)
+            if as_text:
+                print(f"\nRecommended instead: {why}\n\n  {' '.join(plan_text.flags(other))}")
+    if as_text and len(accounts) > 1:
+        print("\n" + gpu_text.comparison(accounts))
+    return report, accounts
 
 
 def _compiler(asked: str | None, compile_all: bool, machine: Machine, experiment: Experiment) -> str | None:
@@ -102,7 +126,7 @@ def _compiler(asked: str | None, compile_all: bool, machine: Machine, experiment
         plugin.require()
         return "gpu"
     if asked == "auto":
-        return "cpu" if problem or not plugin.is_installed() or not has_target(machine.kind) else "gpu"
+        return None if problem or not plugin.is_installed() or not has_target(machine.kind) else "gpu"
     return asked
 
 
@@ -187,6 +211,8 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
         )
     return [
         *lines,
+        "memory: an estimate, within a quarter; XLA's GPU compiler, which needs no GPU, says what a step takes "
+        "(--compiler gpu), and a run takes the next candidate where its own compiled step does not fit",
         "the data keep up; rings in the mesh's order; step s: products hide part of what layers send; overlapped: all",
     ]
 

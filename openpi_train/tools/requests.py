@@ -108,7 +108,8 @@ class PlanRequest(AheadRequest):
     efficiency: float = 0.5
     # Also compile the recommended step and print what the compiler says.
     compile: bool = True
-    # The compiler: XLA's for GPUs (needs jax's CUDA plugin, but no GPU) or for CPUs; auto: for GPUs where it can.
+    # The compiler: XLA's for GPUs (needs jax's CUDA plugin, but no GPU) or for CPUs; auto: for GPUs
+    # where that is installed, else none.
     compiler: Literal["auto", "cpu", "gpu"] = "auto"
     # Compile every candidate that fits, not only the recommended one (with the compiler for GPUs).
     compile_all: bool = False

@@ -4,8 +4,7 @@ Nothing is allocated. Read next: `settling.py`, which chooses by it; `planning/c
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,19 +12,11 @@ import optax
 
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
-from openpi_train.parallel.params import gatherings, merge_module
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import layout_cost, layouts, planned, settled
-from openpi_train.planning.costs import (
-    ROWS,
-    ActivationBytes,
-    TracedGradient,
-    cost,
-    gpu_activation_bytes,
-    live_activation_bytes,
-)
-from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, RematCost, forecast
+from openpi_train.planning.costs import ROWS, RematCost, cost
+from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast, is_settled
 from openpi_train.planning.practice_cost import PracticeCost
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.step import Trainer
@@ -74,24 +65,28 @@ def forecasts(
     machine: Machine,
     accumulations: list[int],
     batch_spec: BatchSpec | None = None,
+    *,
+    of_all_policies: bool = True,
 ) -> list[Forecast]:
-    """Forecasts for every strategy and rematerialisation policy that the flags allow."""
+    """Forecasts for every strategy and rematerialisation policy that the flags allow.
+
+    Unless `of_all_policies`, for the policy that recomputes least alone where each of its steps is small.
+    """
     experiment = settled(experiment, machine)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
-    of_gpus = functools.partial(gpu_activation_bytes, sends=machine.num_devices > 1)
-    activation_bytes = of_gpus if machine.kind.is_known else live_activation_bytes
-    trace = functools.partial(policy_costs, experiment, layout, batch_spec, activation_bytes)
-    gather = any(cost.fsdp_devices > 1 for cost in costs)
-    policies = {gather: trace(gathers=gather)}
-    if gather and not all(cost.fsdp_devices > 1 for cost in costs):
-        others = [one for one in policies[True] if one.remat != "none"]
-        policies[False] = [*trace(gathers=False, names=("none",)), *others]
-    return [
-        forecast(machine, cost, policy, experiment.batch_size, accumulations)
-        for cost in costs
-        for policy in policies[cost.fsdp_devices > 1]
-    ]
+
+    def with_policies(policies: Iterable[RematCost]) -> list[list[Forecast]]:
+        return [
+            [forecast(machine, cost, policy, experiment.batch_size, accumulations) for cost in costs]
+            for policy in policies
+        ]
+
+    policies = policy_costs(experiment, layout, batch_spec)
+    found = with_policies([next(policies)])
+    if of_all_policies or not is_settled(found[0]):
+        found += with_policies(policies)
+    return [one for of_layout in zip(*found, strict=True) for one in of_layout]
 
 
 def layout_costs(
@@ -117,49 +112,23 @@ def traced_practice(
 
 
 def policy_costs(
-    experiment: Experiment,
-    state: StateLayout,
-    batch_spec: BatchSpec | None = None,
-    activation_bytes: ActivationBytes = live_activation_bytes,
-    *,
-    gathers: bool = False,
-    names: Container[str | None] | None = None,
-) -> list[RematCost]:
-    """The cost of a row under each allowed rematerialisation policy, or of those of these `names`, least recomputation
-    first.
-
-    `gathers`: on devices that gather layers, which store less with `none` if they are unrolled.
-    """
-    return [
-        cost(name, traced_gradient(one, state, batch_spec, gathers=gathers), activation_bytes)
-        for name, one in experiment.remat_choices().items()
-        if names is None or name in names
-    ]
+    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None
+) -> Iterator[RematCost]:
+    """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
+    for name, one in experiment.remat_choices().items():
+        yield cost(name, traced_gradient(one, state, batch_spec), one.model.compute_dtype)
 
 
-def traced_gradient(
-    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None, *, gathers: bool = False
-) -> TracedGradient:
-    """Loss and gradient of one micro-batch, for `state` or for that of another policy, as one device computes them.
-
-    Or one tensor group. `gathers`: layers store what gathered ones store.
-    """
+def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> Any:
+    """Loss and gradient of one micro-batch of `ROWS` rows, for `state` or for that of another policy, as one device or
+    one tensor group computes them: a jaxpr. Unrolled layers store what gathered ones do, in which XLA keeps no more
+    than that of others either."""
     whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
     one = dataclasses.replace(experiment, grad_accum=1)
     batch = batch_spec(ROWS) if batch_spec else experiment.batch_spec(ROWS)
-    trainer = dataclasses.replace(make_trainer(one, state.of(experiment.model), whole), as_gathered=gathers)
+    trainer = dataclasses.replace(make_trainer(one, state.of(experiment.model), whole), as_gathered=True)
 
     def gradient(state: TrainState, batch: Any) -> Any:
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
-    traced = jax.make_jaxpr(gradient)(state.shapes, batch)
-    numbered = jax.tree.unflatten(jax.tree.structure(state.shapes), range(len(jax.tree.leaves(state.shapes))))
-    shapes = {**state.shapes.frozen, **state.shapes.params}
-    apart = gatherings(merge_module(state.graphdef, shapes))
-    return TracedGradient(
-        experiment=one,
-        jaxpr=traced.jaxpr,
-        trained=sorted(state.shapes.params),
-        fixed={number: path for path, number in numbered.frozen.items()},
-        at_once={n: path for path, n in numbered.params.items() if path not in apart and shapes[path].ndim > 1},
-    )
+    return jax.make_jaxpr(gradient)(state.shapes, batch).jaxpr

@@ -4,6 +4,7 @@ Read next: `planning/flops.py` and `planning/traffic.py`, which count; `recorder
 """
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -63,21 +64,26 @@ class Programs:
     program called last. `lateness` is told of each step.
     """
 
-    def __init__(self, trainer: Trainer, state_shardings: Any, state: TrainState, batches: Iterable[Any]):
-        """Compile the step for `batches`, trees of shapes, which must be the same on all processes."""
+    def __init__(self, trainer: Trainer, state_shardings: Any, state: Any):
+        """`state` may be shapes."""
         self.lateness: Lateness | None = None
+        self._step_for = functools.partial(trainer.traced_step, state_shardings, state)
         self._steps: dict[Any, tuple[jax.stages.Compiled, Program]] = {}
-        found: list[tuple[Program, Any]] = []
+
+    def compile(self, batches: Iterable[Any]) -> None:
+        """Compile the step for those of `batches`, trees of shapes, for which there is none yet. They must be the same
+        on all processes."""
         for batch in batches:
+            if _shapes(batch) in self._steps:
+                continue
             started = time.perf_counter()
-            traced = trainer.traced_step(state_shardings, state, batch)
+            traced = self._step_for(batch)
             compiled = traced.lower().compile()
             program = Program.of(traced.jaxpr, compiled.as_text(), time.perf_counter() - started)
             logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
             self._steps[_shapes(batch)] = compiled, program
-            found.append((program, compiled))
             phases.progress()
-        self.longest, self.compiled = max(found, key=lambda one: one[0].model_flops)
+        self.compiled, self.longest = max(self._steps.values(), key=lambda one: one[1].model_flops)
         self.last = self.longest
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

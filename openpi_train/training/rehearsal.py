@@ -48,7 +48,8 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
         for line in unfit_for_length(settling.experiment):
             print(f"warning: {line}")
     print("fits")
-    _tell_unchecked(notes)
+    if settling.data is None:
+        _tell_unchecked(notes)
     return 0
 
 

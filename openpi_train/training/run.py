@@ -91,10 +91,12 @@ class Run:
     @phase("compiling the training step", abandonable=True)
     def compile_step(self, state: TrainState) -> StepFunction:
         """The compiled step, with a log line for how long that took."""
-        logger.info("compiling the training step (a first time can take minutes)")
+        if self.programs is None:
+            logger.info("compiling the training step (a first time can take minutes)")
         self.feed.start()  # data workers start meanwhile
         batches = batch_specs(self.experiment, self.data, self.experiment.batch_size)
-        self.programs = Programs(self.trainer, self.layout.shardings, state, batches)
+        self.programs = self.programs or Programs(self.trainer, self.layout.shardings, state)
+        self.programs.compile(batches)
         self.programs.lateness = self.recorder.lateness
         if jax.process_index() == 0:
             fencing.require_owned(self.directory)

@@ -31,7 +31,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import make_mesh, planned_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import settled
-from openpi_train.planning.forecast import Forecast, Machine, least_memory, recommend
+from openpi_train.planning.forecast import Forecast, Machine, instead, least_memory, recommend
 from openpi_train.planning.memory import Memory, require
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import GIB, kind_of
@@ -83,22 +83,15 @@ class Prepared:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Present:
-    """What is measured on this run's own devices: the bytes that are free on each."""
-
-    available_bytes: int
-    processes_on_host: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settling:
     """An experiment as `given`, on a `machine`; the module says what follows from them."""
 
     given: Experiment
     # Its memory is that of idle devices, so that a choice is the same at every start.
     machine: Machine
-    # None: the devices are not this run's own. Nothing is then checked on them.
-    present: Present | None = None
+    # The bytes that are free on each of this run's own devices; None: it has others, and nothing is checked on them.
+    free_bytes: int | None = None
+    processes_on_host: int = 1
     # The devices at the first start of the run that `given` continues; None: it begins.
     began_on: int | None = None
     # Opens the run's data, or does not: None. It gets the experiment as fitted.
@@ -118,10 +111,15 @@ class Settling:
         use_first_commits(given)
         device, processes = jax.local_devices()[0], world.local_count or 1
         sizes = [measure(device, processes) for measure in (memory_bytes, total_bytes)]
-        available, total = map(min, zip(*agree.gather("memory of a device", sizes), strict=True))
-        present = Present(available_bytes=available, processes_on_host=processes)
-        began_on, machine = devices_at_first(given), this_machine(total)
-        return cls(given=given, machine=machine, present=present, began_on=began_on, opening=opening)
+        free, total = map(min, zip(*agree.gather("memory of a device", sizes), strict=True))
+        return cls(
+            given=given,
+            machine=this_machine(total),
+            free_bytes=free,
+            processes_on_host=processes,
+            began_on=devices_at_first(given),
+            opening=opening,
+        )
 
     @classmethod
     def ahead(cls, given: Experiment, num_devices: int) -> "Settling":
@@ -152,18 +150,18 @@ class Settling:
         """
         experiment = self.fitted
         experiment.check(self.machine.num_devices)
-        if self.present is not None:
+        if self.free_bytes is not None:
             check_devices(experiment)
         layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
         check_trainable(experiment, layout)
-        if self.present is not None:
+        if self.free_bytes is not None:
             tell_state(experiment, layout)
         return layout
 
     @functools.cached_property
     def on_kind(self) -> Experiment:
         """The experiment with what `--model.attention auto` and `--unroll-layers auto` mean on these devices."""
-        experiment = self.fitted if self.present is None else with_checked_attention(self.fitted)
+        experiment = self.fitted if self.free_bytes is None else with_checked_attention(self.fitted)
         return settled(experiment, self.machine)
 
     @functools.cached_property
@@ -200,9 +198,16 @@ class Settling:
 
     @functools.cached_property
     def forecasts(self) -> list[Forecast]:
-        """Every strategy with every rematerialisation policy that the flags allow, on this machine."""
+        """Every strategy with every rematerialisation policy that the flags allow, on this machine.
+
+        But of a run whose step is small against the devices with the policy that recomputes least that policy alone:
+        it does not choose, so that its first step is not held up.
+        """
         layout = self.layout  # what the flags ask in vain is told before the devices are used
-        return forecasts(self.experiment, layout, self.machine, self._accumulations(), self.rows)
+        return forecasts(
+            *(self.experiment, layout, self.machine, self._accumulations(), self.rows),
+            of_all_policies=self.opens_accumulation,
+        )
 
     def _accumulations(self) -> list[int]:
         """Micro-batches per step to choose from: the given number, or more of them unless the flags settle it."""
@@ -231,35 +236,45 @@ class Settling:
     @functools.cached_property
     def prepared(self) -> Prepared:
         """The run as it is chosen. Raises DoesNotFit if a host has too little memory for the offloaded state."""
-        chosen, experiment = self.chosen, self.experiment.remat_choices()[self.chosen.policy.remat]
+        return self._prepared_as(self.chosen)
+
+    def instead(self, failed: Prepared, needed_bytes: int) -> Prepared | None:
+        """The run with another choice, where `failed` needs so many bytes on a device by the compiler. None if no other
+        needs less."""
+        other = instead(self.forecasts, failed.forecast, needed_bytes)
+        return None if other is None else self._prepared_as(other)
+
+    def _prepared_as(self, chosen: Forecast) -> Prepared:
+        experiment = self.experiment.remat_choices()[chosen.policy.remat]
         tell_uncut(chosen)
         sharding, layout = experiment.sharding, self.layout.of(experiment.model)
         mesh = make_mesh(chosen.layout.fsdp_devices, self.devices, sharding.tensor_devices)
         trainer = make_trainer(experiment, layout, sharding.plan(mesh, chosen.layout.strategy))
-        if self.present is not None and sharding.offload != "none":
-            check_host_room(sharding.offload, chosen.memory, self.present.processes_on_host)
+        if self.free_bytes is not None and sharding.offload != "none":
+            check_host_room(sharding.offload, chosen.memory, self.processes_on_host)
         return Prepared(
             experiment=experiment,
             trainer=trainer,
             layout=layout.under(trainer.plan),
             forecast=chosen,
-            available_bytes=self._available_bytes,
+            available_bytes=self.available_bytes,
         )
 
     @property
-    def _available_bytes(self) -> int:
-        return self.machine.available_bytes if self.present is None else self.present.available_bytes
+    def available_bytes(self) -> int:
+        """Bytes on each device that the run can have."""
+        return self.machine.available_bytes if self.free_bytes is None else self.free_bytes
 
     def require_state(self) -> None:
         """Raise DoesNotFit if the state alone does not fit the devices, sharded as far as the flags allow."""
         experiment = self.on_kind
         costs = layout_costs(experiment, self.layout, self.machine)
         least = min((cost.memory(experiment.grad_accum) for cost in costs), key=lambda memory: memory.total)
-        require(least, self._available_bytes, self.machine.num_devices, experiment)
+        require(least, self.available_bytes, self.machine.num_devices, experiment)
 
     def require_room(self) -> None:
         """Raise DoesNotFit if the run does not fit the devices."""
-        require(self.prepared.memory, self._available_bytes, self.machine.num_devices, self.prepared.experiment)
+        require(self.prepared.memory, self.available_bytes, self.machine.num_devices, self.prepared.experiment)
 
     def require_start(self, on_devices: Callable[[], None] | None, *, looks_at_data: bool = True) -> list[str]:
         """Raise what is soon known to be wrong with a start, all of it together; returns what was not looked at.

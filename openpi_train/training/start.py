@@ -37,6 +37,7 @@ from openpi_train.training import crash_loop
 from openpi_train.training.device_speed import DeviceSpeed
 from openpi_train.training.documented_links import link_documented
 from openpi_train.training.evaluate import Evaluator
+from openpi_train.training.fitting import fitted
 from openpi_train.training.goodput import Goodput, read_longest
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
@@ -109,13 +110,14 @@ def require_devices(experiment: Experiment) -> None:
 
 def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
     """Open the run's directory, make its state, and put all parts together. Every process must call it."""
-    prepared, data = settling.prepared, settling.data
+    data = settling.data
     assert data is not None, "a start opens them"
-    experiment, trainer, layout = prepared.experiment, prepared.trainer, prepared.layout
     directory = open_run(settling.recorded).path
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
     logger.info("log: %s", logs.log_path(directory, jax.process_index()))
+    prepared, programs = fitted(settling)
+    experiment, trainer, layout = prepared.experiment, prepared.trainer, prepared.layout
     if jax.process_index() == 0:
         link_documented(experiment, directory)
         for line in unfit_for_length(experiment):
@@ -172,6 +174,7 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
             wait=recorder.wait,
         ),
         history=history,
+        programs=programs,
         goodput=make_goodput(directory, feed, int(state.step)) if jax.process_index() == 0 else None,
         device_speed=DeviceSpeed(jax.local_devices()) if jax.device_count() > 1 else None,
     )

@@ -12,9 +12,9 @@ from openpi_train.experiment import Experiment
 from openpi_train.models.model_config import as_policy
 from openpi_train.parallel.params import merge_module
 from openpi_train.planning.costs import ROWS, bytes_per_row
+from openpi_train.planning.estimate import peak_bytes
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.generation import token_flops, token_step_bytes
-from openpi_train.planning.live_bytes import peak_bytes
 from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
 from openpi_train.practice.recorded import NeededScores, scores_of
 from openpi_train.practice.robot_practice import RobotPractice

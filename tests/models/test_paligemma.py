@@ -313,7 +313,7 @@ def test_what_is_frozen_has_no_gradient_no_moments_and_no_float32_copy(config, f
     count = sum(map(math.prod, trained.values()))
     moments = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layout.shapes.opt_state))
     assert moments == pytest.approx(2 * count, rel=1e-6)
-    memory = predict(layout, plan, 0.0, 0)
+    memory = predict(layout, plan)
     assert memory.state / GIB == pytest.approx(state_gib, abs=0.01)
     assert memory.grads == 4 * count
     assert memory.total / GIB == pytest.approx(together_gib, abs=0.06)

@@ -141,7 +141,7 @@ def test_a_step_sends_no_more_than_the_formula_and_a_device_holds_what_the_plan_
     assert expected <= sent < 1.015 * expected
     assert sent < 1.05 * formula_bytes(trainer.plan, state.shapes.params, 2, accum)
     rows = bytes_per_device(WIDE.batch_spec(strategies.ROWS, ()), trainer.plan.batch)
-    planned = predict(state, trainer.plan, 0.0, 0).state
+    planned = predict(state, trainer.plan).state
     assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
 
 
@@ -334,7 +334,7 @@ def test_a_stack_and_a_table_of_any_name_are_sent_and_planned_like_those_of_the_
     assert sent[0] == sent[1]
     held = [step.memory_analysis().temp_size_in_bytes for step, *_ in (usual, renamed)]
     assert held[1] == pytest.approx(held[0], rel=0.01)  # buffers are placed in the order of the names
-    planned = [predict(state, trainer.plan, 0.0, 0, num_micros=4) for *_, trainer, state in (usual, renamed)]
+    planned = [predict(state, trainer.plan, num_micros=4) for *_, trainer, state in (usual, renamed)]
     assert planned[0] == planned[1]
 
 

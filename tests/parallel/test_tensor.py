@@ -189,7 +189,7 @@ def test_a_step_sends_no_more_than_the_formulas_and_a_device_holds_what_the_plan
     # The token table is not sent.
     assert 0.8 * (of_weights + of_rows) < sent < 1.05 * (of_weights + of_rows)
     rows = bytes_per_device(spec, trainer.plan.batch)
-    planned = predict(layout, trainer.plan, 0.0, 0).state
+    planned = predict(layout, trainer.plan).state
     assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
 
 

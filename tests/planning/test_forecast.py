@@ -7,7 +7,8 @@ import pytest
 
 from openpi_train import registry
 from openpi_train.cli import parse_experiment
-from openpi_train.planning.forecast import ActivationMoment, LayoutCost, Machine, RematCost, forecast, recommend
+from openpi_train.planning.costs import RematCost
+from openpi_train.planning.forecast import LayoutCost, Machine, forecast, recommend
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import DoesNotFit, Memory, require
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
@@ -47,93 +48,16 @@ def test_the_least_accumulation_that_fits_is_taken(gib, expected):
     assert one.memory.activations == one.rows * 4 * GIB
 
 
-def test_memory_is_fullest_when_activations_and_the_gradients_made_so_far_are_most():
-    late = frozenset({"tower"})
-    moments = [ActivationMoment(bytes_per_row=4 * GIB, later=late), ActivationMoment(bytes_per_row=3 * GIB)]
+def test_the_backward_pass_frees_activations_as_it_makes_gradients_so_the_larger_of_both_counts():
     grads = dataclasses.replace(layout("replicated", 20, 0).memory(1), grads=30 * GIB)
     held = dataclasses.replace(
         layout("replicated", 20, 0),
         memory=lambda micros: dataclasses.replace(grads, micro_grads=(micros > 1) * 10 * GIB),
-        later=lambda micros, paths: 6 * GIB * (paths == late),
     )
-    of_rows = dataclasses.replace(NONE, moments=moments)
-    # 5 rows: 20 and 20 before the tower's gradient, against 15 and 30 at the end; 8 rows: 32 and 24 against 24 and 30.
-    few, many = (forecast(MACHINE, held, of_rows, 4 * rows, [1]).memory for rows in (5, 8))
-    assert [(one.activations // GIB, one.grads // GIB) for one in (few, many)] == [(15, 30), (32, 24)]
-    # Of two micro-batches the sum is there, and the tower's part of the second's is not.
-    summed = forecast(MACHINE, held, of_rows, 4 * 16, [2]).memory
-    assert (summed.activations // GIB, summed.grads // GIB, summed.micro_grads // GIB) == (32, 30, 4)
-    assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 30 + 6) // 4, (81 - 20 - 30) // 3)
-
-
-def test_copies_of_fixed_parameters_are_there_until_they_are_read_for_the_last_time():
-    read = frozenset({"reference"})
-    moments = [ActivationMoment(bytes_per_row=4 * GIB, unread=read), ActivationMoment(bytes_per_row=3 * GIB)]
-    copies = dataclasses.replace(layout("replicated", 20, 0).memory(1), compute_copy=10 * GIB)
-    held = dataclasses.replace(
-        layout("replicated", 20, 0),
-        memory=lambda micros: copies,
-        unread=lambda micros, paths: 6 * GIB * (paths == read),
-    )
-    of_rows = dataclasses.replace(NONE, moments=moments)
-    # 5 rows: 20 and 4 without the reference's copies, against 15 and 10 with them; 8 rows: 32 and 4 against 24 and 10.
-    few, many = (forecast(MACHINE, held, of_rows, 4 * rows, [1]).memory for rows in (5, 8))
-    assert [(one.activations // GIB, one.compute_copy // GIB) for one in (few, many)] == [(15, 10), (32, 4)]
-    assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 10 + 6) // 4, (81 - 20 - 10) // 3)
-
-
-def test_layers_whose_backward_pass_has_not_begun_have_no_gradients():
-    moments = [ActivationMoment(bytes_per_row=4 * GIB, begun_layers=0), ActivationMoment(bytes_per_row=3 * GIB)]
-    layers = dataclasses.replace(layout("replicated", 20, 0).memory(1), layer=10 * GIB)
-    held = dataclasses.replace(
-        layout("replicated", 20, 0),
-        memory=lambda micros: layers,
-        unbegun=lambda micros, begun: 6 * GIB * (begun == 0),
-    )
-    of_rows = dataclasses.replace(NONE, moments=moments)
-    # 5 rows: 20 and 4 before it begins, against 15 and 10; 8 rows: 32 and 4 against 24 and 10.
-    few, many = (forecast(MACHINE, held, of_rows, 4 * rows, [1]).memory for rows in (5, 8))
-    assert [(one.activations // GIB, one.layer // GIB) for one in (few, many)] == [(15, 10), (32, 4)]
-    assert forecast(MACHINE, held, of_rows, 4 * 8, [1]).most_rows == min((81 - 20 - 10 + 6) // 4, (81 - 20 - 10) // 3)
-
-
-@pytest.mark.parametrize(("remat", "copies"), [("none", 5 - 2 + 3), ("dots", 5 - 2)])
-def test_who_recomputes_nothing_keeps_copies_of_what_layers_read(remat, copies):
-    read = frozenset({"tower"})
-    held = dataclasses.replace(
-        layout("replicated", 20, 0),
-        memory=lambda micros: dataclasses.replace(layout("replicated", 20, 0).memory(1), compute_copy=5 * GIB),
-        unread=lambda micros, paths: 2 * GIB * (paths == read),
-        slices=lambda paths: 3 * GIB * (paths == read),
-    )
-    policy = dataclasses.replace(NONE, remat=remat, moments=[ActivationMoment(bytes_per_row=4 * GIB, unread=read)])
-    found = forecast(MACHINE, held, policy, 4, [1])
-    assert found.memory.compute_copy == copies * GIB
-    assert found.most_rows == (81 - 20 - copies) // 4
-
-
-def test_who_recomputes_copies_again_what_layers_read():
-    held = dataclasses.replace(layout("replicated", 20, 0), slices=lambda paths: 3 * GIB)
-    kept, again, twice = (
-        forecast(MACHINE, held, dataclasses.replace(NONE, remat=remat), 32, [accumulation]).moved_bytes
-        for remat, accumulation in (("none", 1), ("dots", 1), ("dots", 2))
-    )
-    assert again - kept == 2 * 3 * GIB
-    assert twice - kept == 2 * 2 * 3 * GIB + (forecast(MACHINE, held, NONE, 32, [2]).moved_bytes - kept)
-
-
-def test_all_is_copied_again_but_what_the_backward_pass_never_reads():
-    """Wherever memory is fullest: there `tower` is not read any more, but the backward pass reads it before."""
-    sizes = {"tower": 1, "fixed": 2, "other": 4}
-    plain = layout("replicated", 20, 0)
-    held = dataclasses.replace(plain, slices=lambda unread: sum(GIB * sizes[one] for one in sizes.keys() - unread))
-    moments = [
-        ActivationMoment(bytes_per_row=GIB, unread=frozenset({"tower", "fixed"})),
-        ActivationMoment(bytes_per_row=1, unread=frozenset({"fixed"})),
-    ]
-    policy = dataclasses.replace(NONE, remat="full", moments=moments)
-    copied, without = (forecast(MACHINE, one, policy, 32, [1]).moved_bytes for one in (held, plain))
-    assert copied - without == 2 * (1 + 4) * GIB
+    assert [forecast(MACHINE, held, NONE, 4 * rows, [1]).memory.total // GIB for rows in (5, 8)] == [50, 52]
+    # Of several micro-batches the sum is there, and the gradients of one or its activations.
+    assert [forecast(MACHINE, held, NONE, 4 * rows, [2]).memory.total // GIB for rows in (4, 8)] == [60, 66]
+    assert [forecast(MACHINE, held, NONE, 4 * 8, [n]).most_rows for n in (1, 2)] == [(81 - 20) // 4, (81 - 50) // 4]
 
 
 def test_rows_are_there_beside_what_is_computed_from_them_all_micro_batches_of_them():
@@ -146,7 +70,7 @@ def test_where_none_fits_it_is_the_one_that_needs_least_for_sums_take_memory_too
     memory = layout("replicated", 60, 0).memory(1)
     heavy = dataclasses.replace(
         layout("replicated", 60, 0),
-        memory=lambda micros: dataclasses.replace(memory, micro_grads=(micros > 1) * 30 * GIB),
+        memory=lambda micros: dataclasses.replace(memory, micro_grads=(micros > 1) * 40 * GIB),
     )
     one = forecast(MACHINE, heavy, NONE, 32, ALL)
     assert (one.grad_accum, one.rows, one.fits) == (1, 8, False)
@@ -223,7 +147,8 @@ def test_the_shortest_step_that_fits_is_recommended():
 
 def test_the_gradient_of_a_micro_batch_beside_the_sum_is_counted():
     one = layout("zero1", 44, 0)
-    more = dataclasses.replace(one, memory=lambda n: dataclasses.replace(one.memory(n), micro_grads=10 * GIB * (n > 1)))
+    summed = dataclasses.replace(one.memory(2), grads=10 * GIB, micro_grads=10 * GIB)
+    more = dataclasses.replace(one, memory=lambda n: summed if n > 1 else one.memory(n))
     # 44 GiB leave 37 for 8 rows of 4 and two micro-batches of 4 do fit; with 10 more it takes four of 2.
     assert [forecast(MACHINE, cost, policy("none", 1e12, 5), 32, ALL).grad_accum for cost in (one, more)] == [2, 2]
     assert forecast(MACHINE, more, policy("none", 1e12, 7), 32, ALL).grad_accum == 4

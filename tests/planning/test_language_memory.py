@@ -13,7 +13,7 @@ from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.parallel.mesh import planned_mesh
 from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.forecast import Forecast
-from openpi_train.planning.memory import DoesNotFit, Memory, predict, require
+from openpi_train.planning.memory import OFF, DoesNotFit, Memory, predict, require
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN
 from openpi_train.tools import ahead, plan
 from openpi_train.training.prepare import whole_layout
@@ -63,8 +63,7 @@ def ratio(experiment, found: Forecast) -> float:
     ],
 )
 def test_a_step_needs_what_is_forecast(experiment, strategy, accum):
-    """To a tenth: one layer's own needs, small arrays, and gaps between arrays are not forecast."""
-    assert ratio(*chosen(experiment, strategy, COMPILED_HERE, grad_accum=accum)) == pytest.approx(1, abs=0.1)
+    assert ratio(*chosen(experiment, strategy, COMPILED_HERE, grad_accum=accum)) == pytest.approx(1, abs=OFF)
 
 
 @pytest.mark.parametrize(("strategy", "shares"), [("replicated", (1, 0)), ("zero1", (1, 1)), ("zero2", (8, 1))])
@@ -74,7 +73,7 @@ def test_tables_that_are_cut_are_neither_copied_nor_is_their_gradient_whole(stra
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     shapes = layout.shapes.params
     cut = Plan(mesh=planned_mesh(1 if strategy == "replicated" else 8, 8), strategy=strategy)
-    memory = predict(layout.under(cut), cut, 0, 0, dtype="float32")
+    memory = predict(layout.under(cut), cut, dtype="float32")
     table = 4 * shapes["token_embedding"].size
     layers = sum(4 * leaf.size for leaf in shapes.values()) - table
     gradient, copies = shares

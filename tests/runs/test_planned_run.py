@@ -19,7 +19,8 @@ def test_a_run_writes_down_what_it_uses_and_the_compiled_state_is_the_forecast_o
     assert found["state"] == pytest.approx(forecast["state"], rel=0.02)
     assert found["total"] >= found["state"] + found["temporaries"] > found["state"]
     text = done.stdout + done.stderr
-    assert "zero2, remat none, grad_accum 1" in text and "else there was: zero2, remat products" in text
+    assert "zero2, remat none, grad_accum 1" in text
+    assert "else there was" not in text  # a step is small against the device: nothing is compared
     assert "the compiled step needs on each device: state" in text and "please report this" not in text
     # What was asked for stays on record: on other devices another policy may be chosen.
     assert json.loads((tmp_path / "runs/debug/x/experiment.json").read_text())["model"]["remat"] == "auto"

@@ -45,10 +45,10 @@ def trained(optimizer, num_steps=2, fsdp=1):
 def test_the_memory_plan_follows_the_moments_type(dtype, itemsize):
     plan, layout, _ = laid_out(AdamW(moment_dtype=dtype))
     counters = 2 * 4  # of Adam and of the schedule
-    assert predict(layout, plan, 0.0, 1).optimizer == 2 * NUM_PARAMS * itemsize + counters
+    assert predict(layout, plan).optimizer == 2 * NUM_PARAMS * itemsize + counters
     plan, layout, _ = laid_out(AdamW(moment_dtype=dtype), fsdp=4)
     cut = 2 * (3 * 16 // 4 + 4) * itemsize  # the bias stays whole
-    assert predict(layout, plan, 0.0, 1).optimizer == cut + counters
+    assert predict(layout, plan).optimizer == cut + counters
 
 
 def test_a_checkpoint_keeps_bfloat16_moments_bit_for_bit(tmp_path):
