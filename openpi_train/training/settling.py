@@ -24,8 +24,8 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.feed import rows_of
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.feed import rows_of
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import make_mesh, planned_mesh
