@@ -265,8 +265,8 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
             )
         return None, why
     num_fitting = len(fitting)
-    if is_settled(least_work := [one for one in fitting if one.policy is forecasts[0].policy]):
-        fitting = least_work
+    if is_settled([one for one in forecasts if one.policy is forecasts[0].policy]):
+        fitting = [one for one in fitting if one.policy is forecasts[0].policy]
     shortest = fitting[0]
     alike = [one for one in fitting if one.policy is shortest.policy and one.step_s <= (1 + _ALIKE) * shortest.step_s]
     first = min(alike, key=lambda one: math.ceil(one.memory.total / (_UNIT * one.machine.usable_bytes)))
