@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.report import ROOT, Cell, Table, number
 from openpi_train.cli import parse_experiment
-from openpi_train.data.embedded import prepare
+from openpi_train.data.make.embedded import prepare
 
 COLUMNS = ("step", "held-out loss", "held-out loss, averaged weights", "95 % interval", "share")
 UNTRAINED_BELOW = 0.1

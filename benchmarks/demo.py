@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks import closed_loop
 from benchmarks.report import ROOT, Table
-from openpi_train.data.embedded import named_tasks
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
+from openpi_train.data.make.embedded import named_tasks
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.score import Score

@@ -18,12 +18,12 @@ import jax
 
 from benchmarks.report import ROOT, Cell, Spread, Table
 from openpi_train import registry
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.embedded import prepare
-from openpi_train.data.feed import RowFeed
-from openpi_train.data.opened import OpenedDatasets
-from openpi_train.data.rlds import Rlds
-from openpi_train.data.rows import Rows
+from openpi_train.data.core.feed import RowFeed
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.make.embedded import prepare
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.opened import OpenedDatasets
+from openpi_train.data.robot.rows import Rows
 from openpi_train.parallel.mesh import batch_sharding, make_mesh
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.tabletop import Tabletop

@@ -5,8 +5,8 @@ import dataclasses
 from openpi_train_configs.debug import debug
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj_lora
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig
 from openpi_train.robots.bridge import Bridge
 

@@ -6,8 +6,8 @@ Its programs compile in a tenth of the time of `debug`'s. Read next: `launched.p
 import dataclasses
 
 from openpi_train import registry
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.robots.bridge import Bridge

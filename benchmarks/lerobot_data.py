@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from openpi_train.data.lerobot.encode import open_encoders
+from openpi_train.data.formats.lerobot.encode import open_encoders
 
 FPS, TASK = 30, "pick up the block"
 CAMERAS = ("observation.images.top", "observation.images.left_wrist", "observation.images.right_wrist")

@@ -21,11 +21,11 @@ from benchmarks import lerobot_data
 from benchmarks.feed import Sample, measure, num_batches, num_warm
 from benchmarks.report import Cell, Spread, Table
 from openpi_train import registry
-from openpi_train.data import image
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.lerobot import LeRobot
-from openpi_train.data.rows import Rows
-from openpi_train.data.transforms import ResizeImages
+from openpi_train.data.core import image
+from openpi_train.data.formats.lerobot import LeRobot
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.rows import Rows
+from openpi_train.data.robot.transforms import ResizeImages
 from openpi_train.robots.bridge import Bridge
 from openpi_train.types import OPENPI_SLOTS
 

@@ -20,8 +20,8 @@ from benchmarks.report import Cell, Spread, Table
 from benchmarks.server_process import ServerProcess, asked_for_health, running
 from benchmarks.untrained import save_untrained
 from openpi_train import registry
-from openpi_train.data.config import Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import Dataset
 from openpi_train.experiment import Experiment
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.robots.bridge import Bridge

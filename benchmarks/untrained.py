@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.data.normalize import norm_stats_json
-from openpi_train.data.opened import OpenedDatasets
+from openpi_train.data.robot.normalize import norm_stats_json
+from openpi_train.data.robot.opened import OpenedDatasets
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.parallel.mesh import make_mesh

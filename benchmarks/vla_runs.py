@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import vla_small
 from benchmarks.report import ROOT, Cell, Table
-from openpi_train.data.fast_tokenizer import fit_fast
+from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
 from openpi_train.experiment import Experiment
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.ours import open_checkpoint

@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from openpi_train import registry
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig

@@ -3,10 +3,10 @@
 docs/act.md compares fields and numbers.
 """
 
-from openpi_train.data import places
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.lerobot import LeRobot
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.core import places
+from openpi_train.data.formats.lerobot import LeRobot
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_scene import Kind, Task

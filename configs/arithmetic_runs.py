@@ -6,7 +6,7 @@ result and learn from pairs of a right and a wrong answer. docs/language_runs.md
 
 import dataclasses
 
-from openpi_train.data import places
+from openpi_train.data.core import places
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment

@@ -1,7 +1,7 @@
 """Runs that need no dataset and no download, and take seconds."""
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.siglip import SiglipConfig

@@ -6,9 +6,9 @@ its directory with --model.fast-tokenizer; that of the small runs is fitted by `
 
 import dataclasses
 
-from openpi_train.data import places
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.core import places
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig

@@ -8,8 +8,8 @@ An observation contains this control step and the previous one, so one observati
 
 import dataclasses
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.formats.zarr import Zarr
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.metaworld_env import MetaWorldEnv
 from openpi_train.experiment import EvalConfig, Experiment

@@ -9,8 +9,8 @@ import dataclasses
 
 from openpi_train_configs import metaworld_dp
 
-from openpi_train.data.config import Dataset
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.formats.zarr import Zarr
+from openpi_train.data.robot.config import Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.envs.metaworld_env import MetaWorldEnv

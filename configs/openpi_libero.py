@@ -6,9 +6,9 @@ published ones.
 
 import dataclasses
 
-from openpi_train.data import places
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.core import places
+from openpi_train.data.formats.lerobot import LeRobot
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0 import Pi0Config

@@ -5,9 +5,9 @@ Start weights: --weight-loader.params-path <pt_224.npz, or a directory of google
 
 import dataclasses
 
-from openpi_train.data import places
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.core import places
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0_fast import Pi0FastConfig

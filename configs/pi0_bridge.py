@@ -6,8 +6,8 @@ Start weights: --weight-loader.params-path <openpi checkpoint>/params (none: all
 
 import dataclasses
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.objectives.flow_matching import FlowMatching

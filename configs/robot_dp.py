@@ -7,8 +7,8 @@ diffusion_policy's; docs/diffusion_policy.md lists the differences.
 import dataclasses
 
 from openpi_train.choice import ByActionDim
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.formats.zarr import Zarr
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig, Experiment
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, UnetSizes
 from openpi_train.nn.augment import RandomCrop

@@ -7,8 +7,8 @@ import dataclasses
 
 from openpi_train_configs import tabletop_runs
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
 from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.nn.siglip import SiglipConfig

@@ -11,7 +11,7 @@ import dataclasses
 
 from openpi_train_configs import fast, tabletop_practice, tabletop_runs
 
-from openpi_train.data import places
+from openpi_train.data.core import places
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
 from openpi_train.sampling.action_token_law import ActionTokenLaw

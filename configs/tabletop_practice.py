@@ -7,9 +7,9 @@ import dataclasses
 
 from openpi_train_configs import tabletop_runs
 
-from openpi_train.data import places
-from openpi_train.data.config import Dataset
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.core import places
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import Dataset
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.practice.estimator import AdvantageEstimator

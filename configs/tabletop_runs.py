@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from openpi_train.data import places
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.core import places
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.envs import tabletop_env as world
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.tabletop_scene import Kind, Task

@@ -24,8 +24,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.data.feed import RowFeed
-from openpi_train.data.interface import RowSource
+from openpi_train.data.core.feed import RowFeed
+from openpi_train.data.core.interface import RowSource
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.parallel.mesh import make_mesh

@@ -13,13 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from openpi_train.data import places
-from openpi_train.data.config import DataConfig
-from openpi_train.data.formats import source_at
-from openpi_train.data.hub import SCHEME
-from openpi_train.data.lerobot import LeRobot
-from openpi_train.data.lerobot.described import described
-from openpi_train.data.source import SourceConfig
+from openpi_train.data.core import places
+from openpi_train.data.core.hub import SCHEME
+from openpi_train.data.core.source import SourceConfig
+from openpi_train.data.formats.detection import source_at
+from openpi_train.data.formats.lerobot import LeRobot
+from openpi_train.data.formats.lerobot.described import described
+from openpi_train.data.robot.config import DataConfig
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_files import ENDINGS, find_files
 from openpi_train.envs.closed_loop import ClosedLoop
@@ -125,7 +125,7 @@ def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
 
 
 def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
-    """The experiment with the robots that its LeRobot datasets describe (`data/lerobot/described.py`).
+    """The experiment with the robots that its LeRobot datasets describe (`data/formats/lerobot/described.py`).
 
     A model without padded dims gets the first one's dims and cameras. Norm stats are those of the datasets, and no
     environment is evaluated in. Raises UsageError for other datasets, or a run that practises; DataError if features

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from openpi_train.data.config import DataConfig
-from openpi_train.data.interface import Data, OpenedData, OpeningRequest
+from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
+from openpi_train.data.robot.config import DataConfig
 from openpi_train.evaluation.eval_config import EvalConfig
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.fields import at_least, setting, too_small

@@ -13,7 +13,7 @@ from openpi_train.runtime.exits import UsageError, reported_as
 
 if TYPE_CHECKING:
     from openpi_train.command_line import ManyFields
-    from openpi_train.data.source import SourceConfig
+    from openpi_train.data.core.source import SourceConfig
     from openpi_train.experiment import Experiment
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from openpi_train.runtime.own_file import import_file
 
 if TYPE_CHECKING:
-    from openpi_train.data.source import SourceConfig
+    from openpi_train.data.core.source import SourceConfig
     from openpi_train.experiment import Experiment
 
 logger = logging.getLogger(__name__)

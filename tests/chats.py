@@ -6,7 +6,7 @@ import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from openpi_train.data.text.chat_template import ChatTemplate
-from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer
 
 TODAY = datetime.date(2024, 7, 26)
 SPECIAL = (

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.data.normalize import NormStats
-from openpi_train.data.transforms import NoPrompt, Normalize
-from openpi_train.data.translation import Translation
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.normalize import NormStats
+from openpi_train.data.robot.transforms import NoPrompt, Normalize
+from openpi_train.data.robot.translation import Translation
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.rollout import rollout
 from openpi_train.robots.robot import Robot

@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from openpi_train.data.image import encode
-from openpi_train.data.lerobot.lerobot_writer import LeRobotWriter
-from openpi_train.data.rlds.rlds_writer import write_rlds
-from openpi_train.data.source import Source
-from openpi_train.data.zarr.store import Store
+from openpi_train.data.core.image import encode
+from openpi_train.data.core.source import Source
+from openpi_train.data.formats.lerobot.lerobot_writer import LeRobotWriter
+from openpi_train.data.formats.rlds.rlds_writer import write_rlds
+from openpi_train.data.formats.zarr.store import Store
 from openpi_train.robots.arm import Arm
 
 FPS, SIZE, DIMS = 10, (8, 8), 4

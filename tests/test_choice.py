@@ -13,13 +13,13 @@ from openpi_train.data.text.text_data import TextDataset
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.runtime.exits import DataError, UsageError
 
-STORES = Path(__file__).parent / "data" / "zarr" / "fixtures"
+STORES = Path(__file__).parent / "data" / "formats" / "zarr" / "fixtures"
 FILE = """
 import dataclasses
 from openpi_train.choice import ByActionDim
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.formats.zarr import Zarr
 from openpi_train_configs.debug import debug
 
 

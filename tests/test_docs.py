@@ -25,10 +25,10 @@ from posttraining_project import write_project
 from vla_project import write_vla_project
 
 from openpi_train import cli, registry, train_verbs
-from openpi_train.data import opened
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.windows import Windows, WindowShape
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot import opened
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.doors.posttraining import posttrain
 from openpi_train.interop import huggingface
 from openpi_train.keys import row_keys
@@ -116,12 +116,12 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     for name, text in written.items():
         file.with_name(name).write_text(text)
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
-    file.with_name("my_arm").symlink_to(ROOT / "tests" / "data" / "lerobot" / "fixtures" / "v30_image")
+    file.with_name("my_arm").symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")
     stores = {"six_tasks": "arms_14", "pusht/pusht_cchi_v7_replay": "push_t"}
     for name, fixture in stores.items():
         store = file.parent / "data" / f"{name}.zarr"
         store.parent.mkdir(parents=True, exist_ok=True)
-        store.symlink_to(ROOT / "tests" / "data" / "zarr" / "fixtures" / f"{fixture}.zarr")
+        store.symlink_to(ROOT / "tests" / "data" / "formats" / "zarr" / "fixtures" / f"{fixture}.zarr")
     file.with_name("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 32}')
     write_project(file.parent)  # with the configs that docs/posttraining_yaml.md names
     write_vla_project(file.parent)  # with the one that docs/vla_yaml.md names
@@ -253,7 +253,7 @@ def test_every_command_line_is_understood(only_parsing, capsys, page):
 
 @pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
 def test_every_path_exists(file):
-    # A path in backticks below the root, or below the package (`data/rlds.py`), without placeholders.
+    # A path in backticks below the root, or below the package (`data/core/feed.py`), without placeholders.
     words = re.findall(r"`([\w./*-]+)`", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL))
     paths = {word for word in words if word.startswith(FOLDERS) or re.fullmatch(r"\w+(/\w+)+\.py", word)}
     missing = [path for path in paths if not any(list(base.glob(path)) for base in (ROOT, ROOT / "openpi_train"))]

@@ -8,13 +8,13 @@ from text_models import write_model
 
 from openpi_train import registry
 from openpi_train.command_line import ManyFields
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.experiment_flags import OVERRIDES, parse_experiment, with_flags
 from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
 
 ROOT = Path(__file__).resolve().parent
 RUNS = f"{ROOT / 'runs' / 'text_runs.py'}:sft"
-STORE = ROOT / "data" / "zarr" / "fixtures"
+STORE = ROOT / "data" / "formats" / "zarr" / "fixtures"
 
 
 def of_a_config(name, *flags):

@@ -34,6 +34,9 @@ ROWS = (
     {"cli"},
     {"__main__"},
 )
+# The same within `data`: a wing imports only wings before it. An index also looks for faults when it is made.
+WINGS = ("core", "formats", "tokenizers", "make", "text", "robot", "check")
+ALSO = {("formats", "check")}
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
 # Where a name of a class or a module stands for one thing.
 NAMED = sorted(file for folder in (PACKAGE, ROOT / "configs") for file in folder.rglob("*.py"))
@@ -51,7 +54,12 @@ def row(name: str) -> int:
 
 
 def imported_parts(file: Path) -> set[str]:
-    """Names of the package's parts that a file imports, anywhere in it (type-checking imports included)."""
+    """Names of the package's parts that a file imports."""
+    return {name.split(".")[1] for name in imported_names(file) if name.startswith("openpi_train.")}
+
+
+def imported_names(file: Path) -> set[str]:
+    """What a file imports, anywhere in it (type-checking imports included), in full."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
@@ -60,7 +68,7 @@ def imported_parts(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("openpi_train.")}
+        found |= set(names)
     return found
 
 
@@ -75,6 +83,15 @@ def test_module_imports_only_lower_rows_or_its_own_folder(file):
         assert others <= {"faults", "launch"}, f"a launcher imports what `launch` does, not {others}"
     wrong = {name for name in others if row(name) >= row(own)}
     assert not wrong, f"{own} (row {row(own)}) imports {wrong}"
+
+
+def test_wings_of_the_data_import_only_those_before():
+    for number, wing in enumerate(WINGS):
+        found = set()
+        for file in (PACKAGE / "data" / wing).rglob("*.py"):
+            found |= {name.split(".")[2] for name in imported_names(file) if name.startswith("openpi_train.data.")}
+        assert found <= {*WINGS[: number + 1], *(other for one, other in ALSO if one == wing)}, wing
+    assert {*WINGS} == {file.relative_to(PACKAGE / "data").parts[0] for file in FILES if part(file) == "data"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -13,7 +13,7 @@ from fake_hub import serving
 from text_models import MODEL, write_model
 
 from openpi_train import cli
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.fields import as_json
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.language_part import language_of, with_language

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
-from openpi_train.data import places
-from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.core import places
+from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.interop import checkpoint_formats
 from openpi_train.optim import LRSchedule
 from openpi_train.policy import restore

@@ -152,7 +152,7 @@ def test_every_script_is_tried():
 
 @pytest.mark.slow
 def test_all_stores_of_the_data_folder_are_merged(checkout, tmp_path):
-    fixture = ROOT / "tests" / "data" / "zarr" / "fixtures" / "arms_14.zarr"
+    fixture = ROOT / "tests" / "data" / "formats" / "zarr" / "fixtures" / "arms_14.zarr"
     for task in ("stack_bowls", "hanging_mug"):
         shutil.copytree(fixture, tmp_path / "data" / f"{task}-demo_clean-50.zarr")
     done = started(checkout, "merge_zarr.py", tmp_path)

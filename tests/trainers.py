@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.evaluation.action_error import ActionError
 from openpi_train.evaluation.measure import Evaluations, Running
 from openpi_train.objectives.flow_matching import FlowMatching

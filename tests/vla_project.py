@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from openpi_train.data.image import encode
+from openpi_train.data.core.image import encode
 
 CONFIG = Path(__file__).parent / "doors" / "vla" / "vla_config.yaml"
 # Lengths of the episodes of each file.

@@ -46,7 +46,7 @@ from openpi_train.checkpoints.local_tier import LocalTier
 from openpi_train.checkpoints.meta import check_asset_ids, make_meta, write_beside
 from openpi_train.checkpoints.pieces import fetch_share, place
 from openpi_train.checkpoints.step_dirs import StepDirs, complete_steps
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.interop.manifest import Sums, find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place

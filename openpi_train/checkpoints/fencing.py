@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 
-from openpi_train.data.files import write_text
+from openpi_train.data.core.files import write_text
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.passing_errors import patiently
 

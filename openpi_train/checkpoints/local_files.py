@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.checkpoints.pieces import Pieces, dtype_and_shape
-from openpi_train.data.files import write_text
+from openpi_train.data.core.files import write_text
 
 _PIECES, _RECORD = "pieces.bin", "record.json"
 _ALIGNMENT_BYTES = 64  # what numpy and tensorstore read fastest

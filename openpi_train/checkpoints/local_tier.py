@@ -27,7 +27,7 @@ from openpi_train.checkpoints.copy_out import PieceSource
 from openpi_train.checkpoints.layout import Leaves
 from openpi_train.checkpoints.local_files import DamagedError
 from openpi_train.checkpoints.pieces import Pieces, describe_pieces, fetch
-from openpi_train.data.files import write_text
+from openpi_train.data.core.files import write_text
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import HardwareError, StorageError, UsageError
 from openpi_train.runtime.passing_errors import patiently

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openpi_train.checkpoints.layout import Leaves, describe
-from openpi_train.data.files import write_bytes, write_json
+from openpi_train.data.core.files import write_bytes, write_json
 from openpi_train.runtime.versions import package_versions
 
 

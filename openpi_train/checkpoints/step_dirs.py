@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from openpi_train.checkpoints import fencing
 from openpi_train.checkpoints.best import Best
-from openpi_train.data.files import read_json, set_aside, write_json
+from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.interop.manifest import has_manifest
 from openpi_train.runtime.exits import StorageError
 from openpi_train.runtime.passing_errors import patiently

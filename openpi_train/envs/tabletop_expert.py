@@ -1,6 +1,6 @@
 """Scripted expert for every tabletop task: a function from scene to action, so it recovers from disturbances.
 
-Read next: `data/embedded.py`, which records it. It has no memory: the same scene always gets the same action, so a
+Read next: `data/make/embedded.py`, which records it. It has no memory: the same scene always gets the same action, so a
 policy can learn it from pictures.
 """
 

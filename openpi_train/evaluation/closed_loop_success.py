@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from openpi_train.data.files import write_json
-from openpi_train.data.translation import Translation
+from openpi_train.data.core.files import write_json
+from openpi_train.data.robot.translation import Translation
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.score import Score

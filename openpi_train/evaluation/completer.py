@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from openpi_train.data.text.text_prompts import TextPrompt
-from openpi_train.data.text.text_tokenizer import TextTokenizer, end_tokens
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, end_tokens
 from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText, whole
 from openpi_train.generation.generator import Generator

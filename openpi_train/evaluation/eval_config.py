@@ -6,7 +6,7 @@ Read next: `action_error.py`, `closed_loop_success.py`.
 import dataclasses
 import logging
 
-from openpi_train.data.opened import OpenedDatasets
+from openpi_train.data.robot.opened import OpenedDatasets
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.evaluation.action_error import ActionError
 from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
 
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.model_config import ModelConfig

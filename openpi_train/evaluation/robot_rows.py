@@ -1,15 +1,15 @@
 """`RobotRows`: what a policy sees of an environment, as rows of its model, and its chunks as the robot's actions.
 
-Read next: `data/translation.py`, `closed_loop_success.py`.
+Read next: `data/robot/translation.py`, `closed_loop_success.py`.
 """
 
 import numpy as np
 from jaxtyping import Float
 
-from openpi_train.data.interface import OpenedData
-from openpi_train.data.opened import OpenedDatasets
-from openpi_train.data.transforms import Normalize
-from openpi_train.data.translation import Translation
+from openpi_train.data.core.interface import OpenedData
+from openpi_train.data.robot.opened import OpenedDatasets
+from openpi_train.data.robot.transforms import Normalize
+from openpi_train.data.robot.translation import Translation
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.runtime.exits import UsageError
 
@@ -69,7 +69,7 @@ def translation_of(data: OpenedData, env: Env, dataset: int, *, flag: str) -> Tr
             f"{', '.join(env.cameras) or 'no camera'}"
         )
     normalize, *transforms = data.train.transforms[dataset]
-    assert isinstance(normalize, Normalize), "rows are normalised first (data/opened.py)"
+    assert isinstance(normalize, Normalize), "rows are normalised first (data/robot/opened.py)"
     return Translation(
         robot=robot,
         normalize=normalize,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from openpi_train.data.placement import from_devices, local_rows, on_devices
+from openpi_train.data.core.placement import from_devices, local_rows, on_devices
 from openpi_train.evaluation.measure import TrainerView
 from openpi_train.evaluation.sums import CompiledPrograms
 from openpi_train.parallel.params import Params, merge_module

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data.files import write_text
+from openpi_train.data.core.files import write_text
 from openpi_train.data.text.answer_scores import score_named
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData

@@ -6,7 +6,7 @@ Read next: `text_generator.py`.
 import dataclasses
 from collections.abc import Sequence
 
-from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer
 from openpi_train.generation.generator import NewTokens, joined
 
 # What a decoder writes for bytes that are not a character yet.

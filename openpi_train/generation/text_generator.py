@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from openpi_train.data.text.chat_template import ChatTemplate, Message, Variables
-from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer
 from openpi_train.generation.completion_text import CompletionText, NewText, whole
 from openpi_train.generation.generator import GenerationRequest, Generator
 from openpi_train.generation.sampling_settings import SamplingSettings

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from openpi_train.data.files import replacing
+from openpi_train.data.core.files import replacing
 from openpi_train.interop.paligemma_torch import TABLE, backbone_of, without_filling
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, at_hand, bytes_in_order, in_file

@@ -7,8 +7,8 @@ HF_HUB_OFFLINE set only the cache is used. Read next: `model_card.py`, `checkpoi
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import write_text
-from openpi_train.data.hub import SCHEME, Address, asking, is_offline, note_commit, revision_of
+from openpi_train.data.core.files import write_text
+from openpi_train.data.core.hub import SCHEME, Address, asking, is_offline, note_commit, revision_of
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.runtime.phases import phase
 

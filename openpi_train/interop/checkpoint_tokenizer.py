@@ -1,4 +1,4 @@
-"""The tokenizer in a checkpoint (`data/tokens.py`), which lets a copied checkpoint be used anywhere.
+"""The tokenizer in a checkpoint (`data/robot/tokens.py`), which lets a copied checkpoint be used anywhere.
 
 Read next: `policy/loading.py`, which uses it.
 """
@@ -8,9 +8,10 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from openpi_train.data import files, places
-from openpi_train.data.tokenizer import FILE
-from openpi_train.data.tokens import FAST, FOLDER
+from openpi_train.data.core import files, places
+from openpi_train.data.robot.tokens import FAST
+from openpi_train.data.tokenizers.text_tokenizer import FOLDER
+from openpi_train.data.tokenizers.tokenizer import FILE
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.model_config import PolicyConfig

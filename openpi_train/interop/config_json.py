@@ -105,7 +105,7 @@ def _find(name: str, hint: Any, known: Mapping[str, type]) -> type | None:
     if found := _among(bases, name):
         return found
     for base in bases:
-        for module in _modules_with(name, base.__module__.rpartition(".")[0]):
+        for module in _modules_with(name, base.__module__):
             importlib.import_module(module)
     found = _among(bases, name)
     return _find(_OLD_NAMES[name], hint, known) if found is None and name in _OLD_NAMES else found
@@ -121,9 +121,11 @@ def _among(bases: Sequence[type], name: str) -> type | None:
     return None
 
 
-def _modules_with(name: str, package: str) -> list[str]:
-    """The modules of this package's part `package` that define the class, found by their text."""
-    if not package.startswith(f"{_PACKAGE}."):
+def _modules_with(name: str, beside: str) -> list[str]:
+    """The modules that define the class in the part of this package in which the module `beside` is, found by their
+    text."""
+    package = ".".join(beside.split(".")[:2])
+    if not package.startswith(f"{_PACKAGE}.") or package == beside:
         return []
     root = Path(importlib.import_module(package).__file__ or "").parent
     is_defined = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)

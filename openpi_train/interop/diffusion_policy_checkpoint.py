@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.normalize import CONSTANT_RANGE, Form, normalize, parse_norm_stats
+from openpi_train.data.robot.normalize import CONSTANT_RANGE, Form, normalize, parse_norm_stats
 from openpi_train.interop.denoiser_tensors import (
     DENOISER,
     ENCODERS,

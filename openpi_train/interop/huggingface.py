@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import write_json
-from openpi_train.data.hub import SCHEME, hub_folder
-from openpi_train.data.text.text_tokenizer import KEPT
+from openpi_train.data.core.files import write_json
+from openpi_train.data.core.hub import SCHEME, hub_folder
+from openpi_train.data.tokenizers.text_tokenizer import KEPT
 from openpi_train.interop import ours, safetensors_file
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_factors

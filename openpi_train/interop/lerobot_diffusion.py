@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.normalize import CONSTANT_RANGE
+from openpi_train.data.robot.normalize import CONSTANT_RANGE
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.denoiser_tensors import (
     DENOISER,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.fast_tokenizer import PUBLISHED
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
+from openpi_train.data.tokenizers.fast_tokenizer import PUBLISHED
 from openpi_train.interop import lerobot_act, lerobot_diffusion, lerobot_smolvla
 from openpi_train.interop.lerobot_actions import norm_map_of, read_action_dims, relative_settings
 from openpi_train.interop.lerobot_folder import (

@@ -14,7 +14,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.core.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.interop import openpi, safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place

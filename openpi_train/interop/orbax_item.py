@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.interop import big_chunk
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import PIECE_BYTES, Index, Leaves, Piece, StoredLeaf, at_hand, blocks, in_memory

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.files import write_bytes, write_json
-from openpi_train.data.tokens import FOLDER
+from openpi_train.data.core.files import write_bytes, write_json
+from openpi_train.data.tokenizers.text_tokenizer import FOLDER
 from openpi_train.interop import openpi
 from openpi_train.interop.checkpoint_tokenizer import token_files_of
 from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest

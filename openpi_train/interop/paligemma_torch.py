@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.files import write_json
-from openpi_train.data.tokenizer import FILE
+from openpi_train.data.core.files import write_json
+from openpi_train.data.tokenizers.tokenizer import FILE
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, needed, refuse_factors, settle_heads

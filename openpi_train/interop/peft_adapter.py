@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data.files import write_json
-from openpi_train.data.hub import SCHEME, Address
-from openpi_train.data.text.text_tokenizer import FILES
+from openpi_train.data.core.files import write_json
+from openpi_train.data.core.hub import SCHEME, Address
+from openpi_train.data.tokenizers.text_tokenizer import FILES
 from openpi_train.interop import huggingface, safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files

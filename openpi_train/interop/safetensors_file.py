@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from openpi_train.data.files import replacing, write_json
+from openpi_train.data.core.files import replacing, write_json
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, StoredLeaf, bytes_in_order, in_file
 from openpi_train.runtime.exits import CheckpointError

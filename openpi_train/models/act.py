@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.act_network import Act
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.exact_policy import ExactPolicyConfig

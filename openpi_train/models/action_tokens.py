@@ -1,6 +1,6 @@
 """Decode FAST tokens to action chunks on the devices, without a transfer to the host.
 
-Computes the same as `data/fast_tokenizer.py: FastTokenizer.decode`, in array operations.
+Computes the same as `data/tokenizers/fast_tokenizer.py: FastTokenizer.decode`, in array operations.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from openpi_train.data.action_prompt import vocabulary_token
-from openpi_train.data.fast_tokenizer import FastTokenizer, from_frequencies, load_fast
+from openpi_train.data.robot.action_prompt import vocabulary_token
+from openpi_train.data.tokenizers.fast_tokenizer import FastTokenizer, from_frequencies, load_fast
 
 # The maximum bytes of a UTF-8 character below 65 536; no coefficient is above.
 _MOST_BYTES = 3

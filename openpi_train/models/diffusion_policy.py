@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from flax import nnx
 
-from openpi_train.data.normalize import Form
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.normalize import Form
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.fields import setting
 from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
@@ -128,7 +128,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
 
     @property
     def prompt_transform(self) -> RowTransform:
-        from openpi_train.data.transforms import NumberPrompt
+        from openpi_train.data.robot.transforms import NumberPrompt
 
         return NumberPrompt(self.instructions) if self.instructions else super().prompt_transform
 

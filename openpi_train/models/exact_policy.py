@@ -47,7 +47,7 @@ class ExactPolicyConfig(PolicyConfig):
     @property
     def prompt_transform(self) -> RowTransform:
         """The host step that replaces a row's prompt by tokens (default: none)."""
-        from openpi_train.data.transforms import NoPrompt
+        from openpi_train.data.robot.transforms import NoPrompt
 
         return NoPrompt()
 
@@ -82,13 +82,13 @@ class ExactPolicyConfig(PolicyConfig):
         )
 
     def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
-        from openpi_train.data.transforms import ExactDims, blank_row
+        from openpi_train.data.robot.transforms import ExactDims, blank_row
 
         ExactDims(self.action_dim, self.used_state_dim)(blank_row(num_state_dims, num_action_dims))
 
     def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.transforms import ExactDims, ResizeImages
+        from openpi_train.data.robot.transforms import ExactDims, ResizeImages
 
         del tokenizer, text_length
         resize = ResizeImages(self.image_height, self.image_width)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from openpi_train.data.normalize import Form
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.normalize import Form
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.nn.attention import Attention, Heads
 from openpi_train.runtime.exits import UsageError
 

@@ -75,13 +75,13 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
 
     def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.transforms import PadDims, ResizeImages
+        from openpi_train.data.robot.transforms import PadDims, ResizeImages
 
         tokenize = self.text.tokenize(tokenizer, self.text_limit if text_length is None else text_length)
         return ResizeImages(self.image_size), tokenize, PadDims(self.action_dim)
 
     def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
-        from openpi_train.data.transforms import PadDims, blank_row
+        from openpi_train.data.robot.transforms import PadDims, blank_row
 
         PadDims(self.action_dim)(blank_row(num_state_dims, num_action_dims))
 

@@ -1,6 +1,6 @@
 """The text of a row: the prompt alone, or the prompt followed by the chunk as FAST tokens.
 
-Read next: `prompted.py`, whose configs have one of these, `data/action_prompt.py`.
+Read next: `prompted.py`, whose configs have one of these, `data/robot/action_prompt.py`.
 """
 
 import abc
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
-from openpi_train.data.text_lengths import rounded
+from openpi_train.data.core.text_lengths import rounded
 from openpi_train.models.model_config import RowTransform
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class PromptText(RowText):
 
     def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
         # Imported here: tokenizer libraries are only needed where rows are made.
-        from openpi_train.data.transforms import TokenizePrompt
+        from openpi_train.data.robot.transforms import TokenizePrompt
 
         return TokenizePrompt(tokenizer, self.limit, self.with_state, length)
 
@@ -83,7 +83,7 @@ class PromptAndChunkText(RowText):
 
     def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
         """As in `RowText`. Raises ValueError if action tokens overlap with words."""
-        from openpi_train.data.action_prompt import TokenizeActionPrompt, check_vocabulary
+        from openpi_train.data.robot.action_prompt import TokenizeActionPrompt, check_vocabulary
 
         fast = self.chunk_tokenizer(tokenizer)
         check_vocabulary(tokenizer, fast, self.vocab_size)
@@ -100,7 +100,7 @@ class PromptAndChunkText(RowText):
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
         """The FAST processor; read once."""
-        from openpi_train.data.fast_tokenizer import load_fast
+        from openpi_train.data.tokenizers.fast_tokenizer import load_fast
 
         return load_fast(self.fast_tokenizer, offline=tokenizer.offline)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.model_config import RowTransform
 from openpi_train.models.prompted import PromptedConfig
 from openpi_train.models.row_text import PromptText
@@ -140,7 +140,7 @@ class SmolVlaConfig(PromptedConfig):
 
     def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.transforms import ResizeImages
+        from openpi_train.data.robot.transforms import ResizeImages
 
         _, *others = super().transforms(tokenizer, text_length)
         return ResizeImages(self.image_size, into_corner=True), *others

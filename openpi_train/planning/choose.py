@@ -48,7 +48,7 @@ def layouts(experiment: Experiment, num_devices: int, devices_per_host: int) -> 
     return [("replicated", 1), *cut, *within_host, *deep]
 
 
-def settled(experiment: Experiment, machine: Machine) -> Experiment:
+def on_kind(experiment: Experiment, machine: Machine) -> Experiment:
     """The experiment with what `--unroll-layers auto` and `--model.attention auto` mean on these devices.
 
     All in the table of kinds are GPUs. In tensor groups XLA keeps what unrolled layers should compute again with `full`
@@ -79,9 +79,9 @@ def layout_cost(
 ) -> LayoutCost:
     """Bytes on a device and on the links under a strategy, of a `state` (`training/init.py: StateLayout`).
 
-    `practice` is what own attempts cost, of a run that makes some.
+    `experiment` is one for the machine's kind (`on_kind`); `practice` is what own attempts cost, of a run that makes
+    some.
     """
-    experiment = settled(experiment, machine)
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
     dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
     tensor_devices = experiment.sharding.tensor_devices

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.core.files import read_json, write_json
 from openpi_train.runtime.device_kinds import GIB
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from openpi_train.data.normalize import normalize
+from openpi_train.data.robot.normalize import normalize
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.policy import Policy

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.models.model_config import ModelConfig

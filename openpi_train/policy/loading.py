@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from openpi_train.data.config import Dataset
-from openpi_train.data.normalize import NormStats, parse_norm_stats
-from openpi_train.data.tokens import open_tokenizer, tokens_fingerprint
-from openpi_train.data.transforms import Normalize
-from openpi_train.data.translation import Translation
+from openpi_train.data.robot.config import Dataset
+from openpi_train.data.robot.normalize import NormStats, parse_norm_stats
+from openpi_train.data.robot.tokens import open_tokenizer, tokens_fingerprint
+from openpi_train.data.robot.transforms import Normalize
+from openpi_train.data.robot.translation import Translation
 from openpi_train.experiment import Experiment
 from openpi_train.interop import diffusion_policy_checkpoint, lerobot_folder
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files

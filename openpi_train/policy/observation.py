@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.robots.robot import Robot
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openpi_train.data.translation import Translation
+from openpi_train.data.robot.translation import Translation
 from openpi_train.policy.observation import ObservationError, ObservationForm
 from openpi_train.policy.sampler import Row, Sampler
 

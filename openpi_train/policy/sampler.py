@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from openpi_train.data.opened import row_spec
+from openpi_train.data.robot.opened import row_spec
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.parallel.devices import Devices

@@ -14,7 +14,7 @@ from flax import nnx
 
 from openpi_train.data.text.text_data import TODAY, TextData
 from openpi_train.data.text.text_encoder import templates_of
-from openpi_train.data.text.text_tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 from openpi_train.experiment import Experiment
 from openpi_train.generation.generator import Generator
 from openpi_train.generation.text_generator import TextGenerator

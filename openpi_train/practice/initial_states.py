@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Key
 
-from openpi_train.data import order
+from openpi_train.data.core import order
 
-# Streams of `data/order.py` and `jax.random`, apart from those of other users of the run's seed.
+# Streams of `data/core/order.py` and `jax.random`, apart from those of other users of the run's seed.
 _STREAM = zlib.crc32(b"practice/initial state")
 _NOISE = zlib.crc32(b"practice/noise")
 

@@ -1,7 +1,7 @@
 """`KeptEpisodes`: writes the episodes of practice as a LeRobot dataset, an iteration at a time.
 
 An iteration that is made again, since the run was killed before its next save, replaces what it wrote. Keeping changes
-nothing in the run: it only looks. Read next: `data/lerobot/lerobot_parts.py`, `robot_actor.py`.
+nothing in the run: it only looks. Read next: `data/formats/lerobot/lerobot_parts.py`, `robot_actor.py`.
 
     next.reward    what the environment gave for the control step; without rewards of its own, 1 for success
     next.success   whether the control step achieved the task; True at most in the last one
@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data import image
-from openpi_train.data.lerobot.lerobot_parts import LeRobotParts
-from openpi_train.data.source import stored_name
+from openpi_train.data.core import image
+from openpi_train.data.core.source import stored_name
+from openpi_train.data.formats.lerobot.lerobot_parts import LeRobotParts
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime import agree

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data import order
-from openpi_train.data.feed import differences
-from openpi_train.data.interface import Feed
-from openpi_train.data.placement import local_rows, on_devices
+from openpi_train.data.core import order
+from openpi_train.data.core.feed import differences
+from openpi_train.data.core.interface import Feed
+from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.practice.collection import Collection, Collector
 from openpi_train.practice.local_columns import LocalColumns
 from openpi_train.practice.outcomes import Outcomes

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.mixture import Mixture
+from openpi_train.data.core.mixture import Mixture
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_prompts import TextPrompt, prompt_of
 from openpi_train.runtime.exits import DataError

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Key
 
-from openpi_train.data.opened import OpenedDatasets
-from openpi_train.data.placement import local_rows
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.placement import local_rows
+from openpi_train.data.core.source import BadRecord
+from openpi_train.data.robot.opened import OpenedDatasets
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.rollout import RolloutEpisodes
 from openpi_train.envs.slots import SlotTimes, in_slots

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from openpi_train.data.config import DataConfig
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.interface import OpenedData
+from openpi_train.data.robot.config import DataConfig
 from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.envs.task_choice import chosen_tasks

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from openpi_train.data.files import write_text
+from openpi_train.data.core.files import write_text
 from openpi_train.envs.video import side_by_side, write_video
 from openpi_train.practice.advantages import mixed
 from openpi_train.practice.collection import Collection

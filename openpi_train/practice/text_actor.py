@@ -12,7 +12,7 @@ import numpy as np
 
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_of, one_text_per_row
-from openpi_train.data.text.text_tokenizer import end_tokens
+from openpi_train.data.tokenizers.text_tokenizer import end_tokens
 from openpi_train.evaluation.completer import generator_of, part_of
 from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText

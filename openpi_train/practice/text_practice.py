@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_shapes
 from openpi_train.data.text.text_data import TextData

@@ -2,7 +2,7 @@
 
 Each arm has 7 dims: position (m), Euler angles (rad), gripper (0 closed .. 1 open). Actions are either the dataset's
 own per-step pose deltas, or (`trajectory`) the poses that the arm reached, relative for the model to the pose at
-the chunk's start. Read next: `data/windows.py`, the caller.
+the chunk's start. Read next: `data/robot/windows.py`, the caller.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""An arm as the features of a dataset describe it. Read next: `arm.py`; `data/lerobot/described.py`, which makes it."""
+"""An arm as the features of a dataset describe it.
+
+Read next: `arm.py`; `data/formats/lerobot/described.py`, which makes it.
+"""
 
 import dataclasses
 import re

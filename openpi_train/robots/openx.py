@@ -1,6 +1,6 @@
 """Arms of Open X-Embodiment and DROID, converted to one action convention: end-effector motion and gripper.
 
-Read next: `openx_layouts.py`, one entry per dataset; `data/rlds/rlds_source.py`, which opens them.
+Read next: `openx_layouts.py`, one entry per dataset; `data/formats/rlds/rlds_source.py`, which opens them.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """The Push-T task of diffusion policy: a round pusher moves a T-shaped block on a table of 512 x 512 pixels.
 
-Read next: `data/zarr/zarr_source.py`, which opens its store (`img`, `keypoint`, `state`, `action`, `n_contacts`).
+Read next: `data/formats/zarr/zarr_source.py`, which opens its store (`img`, `keypoint`, `state`, `action`,
+`n_contacts`).
 """
 
 import dataclasses

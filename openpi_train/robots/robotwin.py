@@ -1,6 +1,6 @@
 """RoboTwin's two arms as in its diffusion-policy stores: joints of both arms, or an end-effector pose.
 
-Read next: `arm.py`, which reads the columns; `data/zarr/zarr_source.py`, which opens the stores.
+Read next: `arm.py`, which reads the columns; `data/formats/zarr/zarr_source.py`, which opens the stores.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Errors of a file system that pass, such as those of a file server's failover: what is read is read again for minutes.
 
-Read next: `system_errors.py`; `data/damage.py`, which tells such errors from damaged contents of data.
+Read next: `system_errors.py`; `data/core/damage.py`, which tells such errors from damaged contents of data.
 """
 
 import logging

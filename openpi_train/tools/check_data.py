@@ -15,31 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from openpi_train.data import findings, places
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.check.record_flags import SpecialTokens
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.text_kinds import examine_texts
-from openpi_train.data.config import DataConfig
-from openpi_train.data.examination import examine as examine_together
-from openpi_train.data.findings import Finding
-from openpi_train.data.formats import source_at
-from openpi_train.data.hub import SCHEME
-from openpi_train.data.lerobot.lerobot_layout import is_lerobot
-from openpi_train.data.lerobot.lerobot_metadata import require
-from openpi_train.data.parquet.parquet_scan import FIRST
-from openpi_train.data.repack import is_repacked
-from openpi_train.data.rlds import Rlds
-from openpi_train.data.rlds.schema import INFO_FILE
-from openpi_train.data.sidecar import IndexedConfig, digest
-from openpi_train.data.source import Source, SourceConfig
+from openpi_train.data.core import findings, places
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.hub import SCHEME
+from openpi_train.data.core.source import Source, SourceConfig
+from openpi_train.data.formats.detection import source_at
+from openpi_train.data.formats.lerobot.lerobot_layout import is_lerobot
+from openpi_train.data.formats.lerobot.lerobot_metadata import require
+from openpi_train.data.formats.parquet.parquet_scan import FIRST
+from openpi_train.data.formats.repack import is_repacked
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.formats.rlds.schema import INFO_FILE
+from openpi_train.data.formats.sidecar import IndexedConfig, digest
+from openpi_train.data.formats.zarr.store import is_zarr
+from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.robot.examination import examine as examine_together
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_files import ENDINGS, find_files, names_a_path
-from openpi_train.data.text.text_tokenizer import load_text_tokenizer
-from openpi_train.data.zarr.store import is_zarr
+from openpi_train.data.tokenizers.text_tokenizer import load_text_tokenizer
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime.exits import RunError, UsageError
 from openpi_train.tools.stats import as_text
@@ -234,7 +234,7 @@ def _robots(
     held_out: SourceConfig | None = None,
 ) -> CheckedDataset:
     if places.dataset_name(config.location) is not None:
-        from openpi_train.data import embedded  # jax, and the environment
+        from openpi_train.data.make import embedded  # jax, and the environment
 
         embedded.write_missing(config.location)
     source, damaged = _opened(config)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import jax
 
-from openpi_train.data import embedded
-from openpi_train.data.config import DataConfig
-from openpi_train.data.norm_stats import Asset, assets
-from openpi_train.data.opened import open_windows
+from openpi_train.data.make import embedded
+from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.robot.norm_stats import Asset, assets
+from openpi_train.data.robot.opened import open_windows
 from openpi_train.experiment import Experiment
 from openpi_train.runtime import agree, selftest
 from openpi_train.runtime.device_kinds import GIB

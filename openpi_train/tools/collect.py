@@ -5,7 +5,7 @@ at a time as demonstrations are still missing, so the set of attempts depends on
 number of processes: the same command always writes the same files. Each round's demonstrations are kept
 in `<out>.rounds` until the store is complete, so a killed command continues where it stopped.
 
-Read next: `envs/env.py` (`Env.demonstrate`), `data/zarr/zarr_writer.py`.
+Read next: `envs/env.py` (`Env.demonstrate`), `data/formats/zarr/zarr_writer.py`.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ import jax
 import numpy as np
 
 from openpi_train import keys as row_randomness
-from openpi_train.data import files, tables
-from openpi_train.data.workers import start_worker
-from openpi_train.data.zarr.store import ArrayInfo
-from openpi_train.data.zarr.zarr_writer import Contents, write_store
+from openpi_train.data.core import files, tables
+from openpi_train.data.core.workers import start_worker
+from openpi_train.data.formats.zarr.store import ArrayInfo
+from openpi_train.data.formats.zarr.zarr_writer import Contents, write_store
 from openpi_train.envs.env import Env
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.runtime import locks

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from openpi_train.checkpoints.meta import check_asset_ids
-from openpi_train.data.config import DataConfig
-from openpi_train.data.files import read_json, write_json
-from openpi_train.data.normalize import norm_stats_json, read_norm_stats
+from openpi_train.data.core.files import read_json, write_json
+from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.robot.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi, ours

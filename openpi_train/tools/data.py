@@ -1,8 +1,9 @@
 """The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `check`, `inspect`,
 `repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
-Each is a class: its fields are the flags, `run` executes it. Read next: `data/embedded.py`, `collect.py`,
-`check_data.py`, `inspect_data.py`, `data/repack.py`, `data/zarr/merge.py`, `data/convert.py`, `fit_fast.py`.
+Each is a class: its fields are the flags, `run` executes it. Read next: `data/make/embedded.py`, `collect.py`,
+`check_data.py`, `inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`, `data/make/convert.py`,
+`fit_fast.py`.
 """
 
 import abc
@@ -20,7 +21,7 @@ from openpi_train.runtime.exits import DATA, DONE, DataError, UsageError, report
 from openpi_train.tools.requests import ExperimentName, given_fields
 
 if TYPE_CHECKING:
-    from openpi_train.data.source import Source
+    from openpi_train.data.core.source import Source
     from openpi_train.experiment import Experiment
 
 _ABOUT = "Make, inspect and convert datasets."
@@ -55,7 +56,7 @@ class Prepare(DataRequest):
     directory: Path | None = None
     # Of the dataset's own folder.
     name: str = "tabletop"
-    # Tasks to record, such as reach_red pick_yellow; none: those of `data/embedded.py`, as with all that follows.
+    # Tasks to record, such as reach_red pick_yellow; none: those of `data/make/embedded.py`, as with all that follows.
     tasks: tuple[str, ...] = ()
     # Training episodes of each.
     episodes_per_task: int | None = None
@@ -75,7 +76,7 @@ class Prepare(DataRequest):
             return
         import jax
 
-        from openpi_train.data.embedded import prepare
+        from openpi_train.data.make.embedded import prepare
 
         # It simulates on the CPU; jax would otherwise reserve a GPU for nothing.
         jax.config.update("jax_platforms", "cpu")
@@ -147,8 +148,8 @@ class Reading(DataRequest):
 
     def open(self) -> "Source":
         """Open the dataset. Raises ValueError for a split if its format has none."""
-        from openpi_train.data.formats import source_at
-        from openpi_train.data.rlds import Rlds
+        from openpi_train.data.formats.detection import source_at
+        from openpi_train.data.formats.rlds import Rlds
 
         source = source_at(self.path)
         if isinstance(source, Rlds):
@@ -257,7 +258,7 @@ class Repack(Reading):
     out: Annotated[Path, Positional, arg(metavar="OUT")]
 
     def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.data.repack import repack
+        from openpi_train.data.formats.repack import repack
 
         print(
             f"wrote {repack(self.open(), self.out, split=self.split)}; "
@@ -285,7 +286,7 @@ class Merge(DataRequest):
         return problems if self.stores else [*problems, "PATH is missing: name the stores to merge"]
 
     def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.data.zarr.merge import StoreToMerge, merge
+        from openpi_train.data.formats.zarr.merge import StoreToMerge, merge
 
         prompts = {task: prompt for task, _, prompt in (text.partition("=") for text in self.prompt)}
         merge([StoreToMerge.parse(text) for text in self.stores], self.out, prompts=prompts, chunk_rows=self.chunk_rows)
@@ -326,8 +327,8 @@ class Convert(Reading):
     robotwin: OmitArgPrefixes[Recordings] = dataclasses.field(default_factory=Recordings)
 
     def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.data.convert import convert
-        from openpi_train.data.zarr.robotwin_recordings import is_recording
+        from openpi_train.data.formats.zarr.robotwin_recordings import is_recording
+        from openpi_train.data.make.convert import convert
 
         form = self.to or ("zarr" if self.target.suffix == ".zarr" else None)
         if form is None:
@@ -342,7 +343,7 @@ class Convert(Reading):
         print(f"wrote {self.target} ({form}), read back:\n{account.text()}\ntrain from it with --dataset {self.target}")
 
     def _run_on_recordings(self, form: str) -> None:
-        from openpi_train.data.zarr.robotwin_recordings import convert
+        from openpi_train.data.formats.zarr.robotwin_recordings import convert
 
         if form != "zarr":
             raise ValueError(f"{self.path} holds RoboTwin's recordings: convert them to zarr first, and that to {form}")
@@ -412,8 +413,8 @@ def _experiment_at(path: str) -> str | None:
 
 
 def _say_what_is_in(out: Path) -> None:
-    from openpi_train.data.zarr.store import Store
-    from openpi_train.data.zarr.zarr_layout import read_layout
+    from openpi_train.data.formats.zarr.store import Store
+    from openpi_train.data.formats.zarr.zarr_layout import read_layout
 
     layout = read_layout(Store(out))
     tasks = ", ".join(f"{name} ({prompt!r})" for name, prompt in layout.tasks)

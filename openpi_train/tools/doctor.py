@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from openpi_train.command_line import ProcessFlags
-from openpi_train.data import places
+from openpi_train.data.core import places
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.runtime import agree, logs, session, xla

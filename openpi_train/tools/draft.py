@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from openpi_train.data.files import set_aside
+from openpi_train.data.core.files import set_aside
 from openpi_train.runtime.exits import CheckpointError, RunError, UsageError
 
 logger = logging.getLogger(__name__)

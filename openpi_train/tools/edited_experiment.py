@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.command_line import RunFlags, parse_fields, parse_known
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.policy.experiment_json import recorded_json

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from openpi_train.command_line import ProcessFlags, changed_flags
-from openpi_train.data.files import write_json, write_text
-from openpi_train.data.opened import open_windows
+from openpi_train.data.core.files import write_json, write_text
+from openpi_train.data.robot.opened import open_windows
 from openpi_train.data.text.text_data import TextData
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.ensembling import Ensembled

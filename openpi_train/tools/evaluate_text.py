@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from openpi_train.command_line import changed_flags
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.held_out_loss import HeldOutLoss

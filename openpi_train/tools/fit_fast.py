@@ -1,6 +1,6 @@
 """`data fit-fast`: fit a FAST tokenizer to the action chunks of an experiment, and measure it on held-out chunks.
 
-Read next: `data/fast_tokenizer.py`.
+Read next: `data/tokenizers/fast_tokenizer.py`.
 """
 
 import math
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.fast_tokenizer import fit_fast
-from openpi_train.data.opened import OpenedDatasets, open_data
-from openpi_train.data.rows import Rows
-from openpi_train.data.transforms import padded
+from openpi_train.data.robot.opened import OpenedDatasets, open_data
+from openpi_train.data.robot.rows import Rows
+from openpi_train.data.robot.transforms import padded
+from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
 
 
 def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks: int) -> str:

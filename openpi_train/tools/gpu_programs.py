@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from openpi_train.data.config import DataConfig
+from openpi_train.data.robot.config import DataConfig
 from openpi_train.evaluation import row_sampling
 from openpi_train.evaluation.held_out_loss import loss_sums
 from openpi_train.experiment import Experiment

@@ -1,6 +1,6 @@
 """`data inspect`: show a dataset as text and pictures before training.
 
-Read next: `data/summary.py`, and `data/check/fault_kinds.py` for what is suspicious.
+Read next: `data/check/summary.py`, and `data/check/fault_kinds.py` for what is suspicious.
 """
 
 import re
@@ -11,11 +11,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 from rich.table import Table
 
-from openpi_train.data import summary
+from openpi_train.data.check import summary
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.check.fault_kinds import examine
-from openpi_train.data.instructions import unlabeled_episodes
-from openpi_train.data.source import BadRecord, Source
+from openpi_train.data.core.instructions import unlabeled_episodes
+from openpi_train.data.core.source import BadRecord, Source
 from openpi_train.robots.robot import Robot
 from openpi_train.tools.stats import as_text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.checkpoints.best import Best, lowest_loss
-from openpi_train.data.files import json_text
+from openpi_train.data.core.files import json_text
 from openpi_train.fields import changed_fields
 from openpi_train.runtime import locks
 from openpi_train.runtime.exits import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.windows import Windows
+from openpi_train.data.robot.windows import Windows
 from openpi_train.policy.policy import Policy
 
 

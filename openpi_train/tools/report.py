@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from openpi_train import registry
-from openpi_train.data.files import write_text
+from openpi_train.data.core.files import write_text
 from openpi_train.runtime.exits import RunError
 from openpi_train.tools import figures, report_parts
 from openpi_train.tools.page import missing, page, table

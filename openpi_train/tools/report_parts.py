@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from openpi_train.data.files import read_json, read_json_lines
-from openpi_train.data.opened import OpenedDatasets
-from openpi_train.data.tokens import open_tokenizer
+from openpi_train.data.core.files import read_json, read_json_lines
+from openpi_train.data.robot.opened import OpenedDatasets
+from openpi_train.data.robot.tokens import open_tokenizer
 from openpi_train.envs.video import picture_of, side_by_side
 from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.experiment import Experiment

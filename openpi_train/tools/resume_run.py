@@ -11,7 +11,7 @@ from pathlib import Path
 
 from openpi_train import registry
 from openpi_train.command_line import RunFlags, parse_known
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.policy.experiment_json import experiment_from_json, recorded_json

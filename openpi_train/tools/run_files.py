@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.policy.experiment_json import recorded_json
 from openpi_train.runtime.exits import UsageError

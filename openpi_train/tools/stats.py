@@ -1,6 +1,6 @@
 """The `stats` verb: recompute a run's norm stats and print them, a table per array with a line per dimension.
 
-Read next: `data/norm_stats.py` for the computation, `data/normalize.py` for degenerate dims.
+Read next: `data/robot/norm_stats.py` for the computation, `data/robot/normalize.py` for degenerate dims.
 """
 
 import io
@@ -10,11 +10,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from openpi_train.data.config import DataConfig
-from openpi_train.data.norm_stats import assets
-from openpi_train.data.normalize import NormStats
-from openpi_train.data.opened import open_windows
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.robot.norm_stats import assets
+from openpi_train.data.robot.normalize import NormStats
+from openpi_train.data.robot.opened import open_windows
+from openpi_train.data.robot.windows import WindowShape
 
 # Titles of columns, and the norm stats in them.
 _COLUMNS = {"mean": "mean", "std": "std", "q01": "q01", "q99": "q99", "min": "low", "max": "high"}

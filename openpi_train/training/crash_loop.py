@@ -20,7 +20,7 @@ import jax
 from openpi_train import faults
 from openpi_train.checkpoints import fencing
 from openpi_train.checkpoints.step_dirs import complete_steps
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.core.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.faults import Restart
 from openpi_train.launch.status import MAX_RESTARTS_VARIABLE

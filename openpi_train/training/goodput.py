@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import lines_from_the_end
+from openpi_train.data.core.files import lines_from_the_end
 from openpi_train.runtime import phases
 from openpi_train.runtime.waiting import duration
 

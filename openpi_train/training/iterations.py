@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.core.files import read_json, write_json
 from openpi_train.runtime.exits import CheckpointError, reported_as
 
 FILE = "distributed_training_results.json"

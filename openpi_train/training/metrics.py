@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from openpi_train.checkpoints import fencing
-from openpi_train.data.files import lines_from_the_end, lines_of
+from openpi_train.data.core.files import lines_from_the_end, lines_of
 from openpi_train.runtime.exits import CheckpointError, StorageError, UsageError, reported_as
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.patient_file import PatientFile

@@ -14,7 +14,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
-from openpi_train.planning.choose import layout_cost, layouts, planned, settled
+from openpi_train.planning.choose import layout_cost, layouts, planned
 from openpi_train.planning.costs import ROWS, RematCost, cost
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast, is_settled
 from openpi_train.planning.practice_cost import PracticeCost
@@ -68,11 +68,11 @@ def forecasts(
     *,
     of_all_policies: bool = True,
 ) -> list[Forecast]:
-    """Forecasts for every strategy and rematerialisation policy that the flags allow.
+    """Forecasts for every strategy and rematerialisation policy that the flags allow, of what `on_kind` has made of
+    the experiment for this machine.
 
     Unless `of_all_policies`, for the policy that recomputes least alone where each of its steps is small.
     """
-    experiment = settled(experiment, machine)
     practice = traced_practice(experiment, layout, batch_spec)
     costs = layout_costs(experiment, layout, machine, practice)
 

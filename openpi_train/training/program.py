@@ -58,7 +58,7 @@ class Program:
 
 
 class Programs:
-    """The training step for batches of several shapes (see `data/text_lengths.py`), compiled ahead.
+    """The training step for batches of several shapes (see `data/core/text_lengths.py`), compiled ahead.
 
     `longest` has the figures of the program that computes most, `compiled` is that program; `last` has those of the
     program called last. `lateness` is told of each step.

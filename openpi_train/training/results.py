@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from openpi_train.checkpoints.best import Best, lowest_loss
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.core.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.parallel.mesh import FSDP, TENSOR

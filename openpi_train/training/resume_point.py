@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.checkpoints.step_dirs import best_of, complete_steps
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.interop.manifest import has_manifest
 from openpi_train.runtime.exits import UsageError

@@ -13,8 +13,8 @@ import jax
 from openpi_train.checkpoints import fencing
 from openpi_train.checkpoints.best import held_out_loss, lowest_loss
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.data.files import write_json
-from openpi_train.data.interface import Feed, OpenedData
+from openpi_train.data.core.files import write_json
+from openpi_train.data.core.interface import Feed, OpenedData
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import status

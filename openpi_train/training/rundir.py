@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from openpi_train.checkpoints import fencing
-from openpi_train.data import hub
-from openpi_train.data.files import read_json, set_aside, write_json
+from openpi_train.data.core import hub
+from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.runtime import agree

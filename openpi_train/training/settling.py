@@ -24,13 +24,13 @@ from typing import Any
 
 import jax
 
-from openpi_train.data.feed import rows_of
-from openpi_train.data.interface import OpenedData
+from openpi_train.data.core.feed import rows_of
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import make_mesh, planned_mesh
 from openpi_train.parallel.strategy import Plan
-from openpi_train.planning.choose import settled
+from openpi_train.planning.choose import on_kind
 from openpi_train.planning.forecast import Forecast, Machine, instead, least_memory, recommend
 from openpi_train.planning.memory import Memory, require
 from openpi_train.runtime import agree
@@ -162,7 +162,7 @@ class Settling:
     def on_kind(self) -> Experiment:
         """The experiment with what `--model.attention auto` and `--unroll-layers auto` mean on these devices."""
         experiment = self.fitted if self.free_bytes is None else with_checked_attention(self.fitted)
-        return settled(experiment, self.machine)
+        return on_kind(experiment, self.machine)
 
     @functools.cached_property
     def data(self) -> OpenedData | None:

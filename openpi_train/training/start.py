@@ -15,10 +15,10 @@ import jax
 
 from openpi_train.checkpoints.best import held_out_loss
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.data.feed import differences, rows_of
-from openpi_train.data.files import write_json
-from openpi_train.data.interface import Feed, OpenedData
-from openpi_train.data.tuning import usable_cores
+from openpi_train.data.core.feed import differences, rows_of
+from openpi_train.data.core.files import write_json
+from openpi_train.data.core.interface import Feed, OpenedData
+from openpi_train.data.core.tuning import usable_cores
 from openpi_train.evaluation.measure import Running
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.opened import OpenedDatasets, open_data
-from openpi_train.data.tokenizer import load_tokenizer, train_tokenizer
-from openpi_train.data.transforms import PadDims, ResizeImages, TokenizePrompt
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.opened import OpenedDatasets, open_data
+from openpi_train.data.robot.transforms import PadDims, ResizeImages, TokenizePrompt
+from openpi_train.data.robot.windows import WindowShape
+from openpi_train.data.tokenizers.tokenizer import load_tokenizer, train_tokenizer
 from openpi_train.robots.bridge import Bridge
 from openpi_train.types import action_batch
 

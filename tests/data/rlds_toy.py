@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from openpi_train.data.rlds import Rlds
-from openpi_train.data.rlds.rlds_writer import write_rlds
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.formats.rlds.rlds_writer import write_rlds
 
 SIZE = (12, 16)
 

@@ -8,7 +8,7 @@ from openpi_train import cli
 from openpi_train.doors.hydra_overrides import translate
 from openpi_train.runtime.exits import UsageError
 
-STORE = Path(__file__).resolve().parent.parent / "data" / "zarr" / "fixtures" / "arms_14.zarr"
+STORE = Path(__file__).resolve().parent.parent / "data" / "formats" / "zarr" / "fixtures" / "arms_14.zarr"
 # The command of the tool's guide, for a store of 14 dims.
 GUIDE = ["--config-name=robot_dp_14.yaml", "task.name=six_tasks", f"task.dataset.zarr_path={STORE}"]
 GUIDE += ["training.seed=0", "training.device=cuda:0"]

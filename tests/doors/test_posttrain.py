@@ -14,7 +14,7 @@ from flax import nnx
 from posttraining_project import write_project
 
 from openpi_train import cli, train_verbs
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.doors.door_requests import PosttrainRequest
 from openpi_train.doors.posttraining import posttrain

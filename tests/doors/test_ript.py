@@ -8,7 +8,7 @@ from openpi_train_configs import fast, tabletop_practice, tabletop_runs
 from practice.reaching import REACHING, TABLETOP, reaching
 
 from openpi_train import cli, train_verbs
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.doors.ript import ript
 from openpi_train.elastic import adapt
 from openpi_train.envs.tabletop_env import TabletopEnv

@@ -6,7 +6,7 @@ import pytest
 from vla_project import CONFIG, write_episodes, write_vla_project
 
 from openpi_train import cli, train_verbs
-from openpi_train.data.parquet import Parquet
+from openpi_train.data.formats.parquet import Parquet
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.optim import AdamW
@@ -14,7 +14,7 @@ from openpi_train.robots.numbered import Numbered
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.runtime.exits import USAGE
 
-STORE = Path(__file__).resolve().parents[1] / "data" / "zarr" / "fixtures" / "arms_14.zarr"
+STORE = Path(__file__).resolve().parents[1] / "data" / "formats" / "zarr" / "fixtures" / "arms_14.zarr"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from trainers import NoData, make_trainer, running_of
 
-from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation import text_evaluations
 from openpi_train.evaluation.measure import Evaluated

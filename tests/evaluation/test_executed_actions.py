@@ -13,7 +13,7 @@ from openpi_train_configs.openpi_libero import pi05_libero
 from openpi_train_configs.robot_dp import pusht_dp, robot_dp_14
 from openpi_train_configs.smolvla_runs import smolvla_bridge
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.evaluation import closed_loop_success
 from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess, StoppedError

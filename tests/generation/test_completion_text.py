@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer
 from openpi_train.generation.completion_text import CompletionText, whole
 from openpi_train.generation.generator import NewTokens, joined
 from openpi_train.generation.sampling_settings import SamplingSettings

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from openpi_train.data.norm_stats import summarize
-from openpi_train.data.normalize import NormStats, normalize, read_norm_stats, unnormalize, write_norm_stats
-from openpi_train.data.resize import resize_with_pad
-from openpi_train.data.tokenizer import discretize, load_tokenizer
-from openpi_train.data.transforms import PadDims
+from openpi_train.data.robot.norm_stats import summarize
+from openpi_train.data.robot.normalize import NormStats, normalize, read_norm_stats, unnormalize, write_norm_stats
+from openpi_train.data.robot.resize import resize_with_pad
+from openpi_train.data.robot.transforms import PadDims
+from openpi_train.data.tokenizers.tokenizer import discretize, load_tokenizer
 from openpi_train.robots.robot import Robot
 
 

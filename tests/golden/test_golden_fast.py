@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from golden_case import GOLDEN, assert_same_prefix, load_case, root_mean_square, token_cases
 
-from openpi_train.data.action_prompt import TokenizeActionPrompt, vocabulary_token
-from openpi_train.data.fast_tokenizer import FastTokenizer
-from openpi_train.data.tokenizer import load_tokenizer, state_text
+from openpi_train.data.robot.action_prompt import TokenizeActionPrompt, vocabulary_token
+from openpi_train.data.tokenizers.fast_tokenizer import FastTokenizer
+from openpi_train.data.tokenizers.tokenizer import load_tokenizer, state_text
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.models.prompted import causal_tokens, embed_prefix

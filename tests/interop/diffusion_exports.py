@@ -13,9 +13,9 @@ import lerobot_exports
 import numpy as np
 from exchanged import TINY, as_stored, made_up
 
-from openpi_train.data.normalize import parse_norm_stats
-from openpi_train.data.transforms import Normalize
-from openpi_train.data.translation import Translation
+from openpi_train.data.robot.normalize import parse_norm_stats
+from openpi_train.data.robot.transforms import Normalize
+from openpi_train.data.robot.translation import Translation
 from openpi_train.interop import diffusion_policy_checkpoint
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.robots.droid import Droid

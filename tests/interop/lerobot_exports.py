@@ -14,9 +14,9 @@ from unittest import mock
 import numpy as np
 from exchanged import TINY, as_stored, made_up, tiny
 
-from openpi_train.data.normalize import parse_norm_stats
-from openpi_train.data.transforms import Normalize
-from openpi_train.data.translation import Translation
+from openpi_train.data.robot.normalize import parse_norm_stats
+from openpi_train.data.robot.transforms import Normalize
+from openpi_train.data.robot.translation import Translation
 from openpi_train.interop import diffusion_policy_checkpoint, lerobot_diffusion, lerobot_policy
 from openpi_train.models.act import ActConfig
 from openpi_train.models.denoisers import UnetSizes

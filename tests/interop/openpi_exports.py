@@ -11,10 +11,10 @@ import lerobot_exports
 import numpy as np
 from exchanged import as_stored, made_up
 
-from openpi_train.data.normalize import Form, read_norm_stats
-from openpi_train.data.transforms import Normalize
-from openpi_train.data.translation import Translation
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.normalize import Form, read_norm_stats
+from openpi_train.data.robot.transforms import Normalize
+from openpi_train.data.robot.translation import Translation
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.interop import openpi
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.bridge import Bridge

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
+from openpi_train.data.robot.normalize import normalize, parse_norm_stats, unnormalize
 from openpi_train.envs.ensembling import ensemble
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
 from openpi_train.interop.lerobot_act import config_of, layout

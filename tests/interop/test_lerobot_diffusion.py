@@ -9,7 +9,7 @@ from lerobot_recorded import Recorded
 from openpi_train_configs.robot_dp import pusht_dp, pusht_flow
 from recorded_diffusion import batch_of, computed, config_of, objective_of
 
-from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
+from openpi_train.data.robot.normalize import normalize, parse_norm_stats, unnormalize
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop import lerobot_diffusion

@@ -10,9 +10,9 @@ import pytest
 import smolvla_case
 from flax import nnx
 
-from openpi_train.data.normalize import normalize, parse_norm_stats, unnormalize
-from openpi_train.data.tokens import open_tokenizer, token_files
-from openpi_train.data.transforms import ResizeImages
+from openpi_train.data.robot.normalize import normalize, parse_norm_stats, unnormalize
+from openpi_train.data.robot.tokens import open_tokenizer, token_files
+from openpi_train.data.robot.transforms import ResizeImages
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
 from openpi_train.interop.lerobot_smolvla import layout
 from openpi_train.interop.openpi import published_params

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from torch_case import RECORDED, load_case, recorded_config
 
-from openpi_train.data.normalize import normalize, read_norm_stats
+from openpi_train.data.robot.normalize import normalize, read_norm_stats
 from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
 from openpi_train.interop.openpi_torch import layouts_of
 from openpi_train.interop.place import Place

@@ -15,9 +15,9 @@ from bucket import bucket
 from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
 
 from openpi_train import cli
-from openpi_train.data.fast_tokenizer import fit_fast
-from openpi_train.data.tokenizer import BYTES, load_tokenizer, train_tokenizer
-from openpi_train.data.tokens import tokens_fingerprint
+from openpi_train.data.robot.tokens import tokens_fingerprint
+from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
+from openpi_train.data.tokenizers.tokenizer import BYTES, load_tokenizer, train_tokenizer
 from openpi_train.interop import checkpoint_formats, openpi, orbax_item, ours, place, stored_leaves
 from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.data.transforms import ExactDims, NumberPrompt
+from openpi_train.data.robot.transforms import ExactDims, NumberPrompt
 from openpi_train.keys import row_keys
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.data.tokenizer import Tokenizer, load_tokenizer
+from openpi_train.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.nn.gemma_sizes import GemmaOverrides

@@ -15,10 +15,10 @@ import pytest
 from diffusion_fixtures import fixed_values as given
 from flax import nnx
 
-from openpi_train.data.normalize import NormStats
-from openpi_train.data.opened import row_spec
-from openpi_train.data.transforms import Normalize
-from openpi_train.data.translation import Translation
+from openpi_train.data.robot.normalize import NormStats
+from openpi_train.data.robot.opened import row_spec
+from openpi_train.data.robot.transforms import Normalize
+from openpi_train.data.robot.translation import Translation
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion

@@ -9,6 +9,7 @@ from benchmarks.gpu_compile import SETS
 from openpi_train import cli
 from openpi_train.parallel.mesh import planned_mesh
 from openpi_train.parallel.strategy import Plan
+from openpi_train.planning.choose import on_kind
 from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.tools.plan import find_machine
@@ -73,4 +74,4 @@ def forecasts_of(name: str, flags: str, machine: Machine) -> list[Forecast]:
     experiment = cli.parse_experiment(name, ["--exp-name", "planned", *flags.split()])
     layout = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated"))
     with plugin.pretended(machine.kind):
-        return forecasts(experiment, layout, machine, [experiment.grad_accum])
+        return forecasts(on_kind(experiment, machine), layout, machine, [experiment.grad_accum])

@@ -12,7 +12,7 @@ from planning import compiled_steps
 from openpi_train.parallel.mesh import make_mesh, planned_mesh
 from openpi_train.parallel.remat import RematChoice
 from openpi_train.parallel.strategy import Plan, ShardingConfig
-from openpi_train.planning.choose import layouts, settled
+from openpi_train.planning.choose import layouts, on_kind
 from openpi_train.planning.forecast import USABLE, Machine, instead, least_memory, recommend
 from openpi_train.planning.memory import OFF, predict
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, formula_bytes
@@ -167,7 +167,7 @@ def test_layers_are_unrolled_on_gpus_without_tensor_groups_or_as_given(kind, ten
     sharding = dataclasses.replace(debug.sharding, tensor_devices=tensor_devices)
     one = dataclasses.replace(debug, model=model, unroll_layers=given, sharding=sharding)
     machine = Machine(kind=find_kind(kind) if kind else UNKNOWN, num_devices=2, num_hosts=1, available_bytes=GIB)
-    assert settled(one, machine).unroll_layers is expected
+    assert on_kind(one, machine).unroll_layers is expected
     assert Settling(given=one, machine=machine).on_kind.unroll_layers is expected
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from openpi_train.data.files import read_json, write_json
+from openpi_train.data.core.files import read_json, write_json
 from openpi_train.planning.compiled import check_plan
 
 PLAN = {"bytes_per_device": {"state": 900, "host": 100, "total": 1500}, "available_bytes_per_device": 2000}

@@ -6,7 +6,7 @@ import pytest
 from openpi_train_configs.gsm8k_runs import gsm8k_dpo_llama32_1b, gsm8k_reward_llama32_1b, gsm8k_sft_llama32_1b
 
 from openpi_train import cli
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.experiment import Experiment
 from openpi_train.models.language_part import language_of, with_language
 from openpi_train.nn.decoder_sizes import DecoderSizes

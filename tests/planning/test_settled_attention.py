@@ -11,7 +11,7 @@ from openpi_train.nn import attention, siglip
 from openpi_train.nn.attention import Heads
 from openpi_train.parallel.mesh import planned_mesh
 from openpi_train.parallel.strategy import Plan
-from openpi_train.planning.choose import settled
+from openpi_train.planning.choose import on_kind
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN, find_kind
@@ -36,7 +36,7 @@ def experiment(name: str, dtype: str = "bfloat16", kind: attention.Attention = "
 
 
 def chosen(name: str, device: str | None, dtype: str = "bfloat16", kind: attention.Attention = "auto") -> str:
-    model = settled(experiment(name, dtype, kind), machine(device)).model
+    model = on_kind(experiment(name, dtype, kind), machine(device)).model
     return next(kind for kind in ("auto", "xla", "cudnn") if model == model.with_attention(kind))
 
 
@@ -94,7 +94,7 @@ def test_what_cudnn_cannot_compute_stays_with_xla():
         one = dataclasses.replace(
             registry.load("arithmetic_sft"), model=dataclasses.replace(language, sizes=sizes, dtype="bfloat16")
         )
-        assert settled(one, machine("h100")).model.attention == kind
+        assert on_kind(one, machine("h100")).model.attention == kind
     assert chosen("tabletop_act", "h100") == "auto"  # it drops weights
     assert attention.best_kind([Heads(8, 1, 256), Heads(16, 16, 72)], jnp.bfloat16, find_kind("h100")) == "cudnn"
     assert attention.best_kind([Heads(8, 1, 256), Heads(2, 2, 20)], jnp.bfloat16, find_kind("h100")) == "xla"
@@ -107,7 +107,7 @@ def test_a_plan_forecasts_the_program_that_a_run_there_has():
     def activations(kind: str, way: attention.Attention) -> float:
         with plugin.pretended(find_kind(kind)):
             given = dataclasses.replace(one, model=one.model.with_attention(way))
-            [found] = prepare.forecasts(given, layout, machine(kind), [1])
+            [found] = prepare.forecasts(on_kind(given, machine(kind)), layout, machine(kind), [1])
         return found.policy.activation_bytes_per_row
 
     assert activations("h100", "auto") == activations("h100", "cudnn") != activations("h100", "xla")

@@ -16,7 +16,7 @@ import pytest
 import toy
 from flax import nnx
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.parallel.mesh import make_mesh

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from openpi_train import registry
+from openpi_train.data.core.source import SourceConfig
+from openpi_train.data.formats.zarr import Zarr
 from openpi_train.fields import as_json
+from openpi_train.interop.config_json import _modules_with
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import CheckpointError
 
@@ -32,6 +35,10 @@ def test_an_environment_is_found_by_its_old_name(name, old):
     value["eval"]["closed_loop"]["env"]["__class__"] = old
     assert value["data"]["datasets"][0]["robot"]["__class__"] == old  # the robot's name, then and now
     assert experiment_from_json(value) == registry.load(name)
+
+
+def test_a_dataset_is_found_in_another_folder_than_what_all_are_based_on():
+    assert _modules_with("Zarr", SourceConfig.__module__) == [Zarr.__module__]
 
 
 def test_a_class_that_is_not_ours_is_found_in_the_experiment_given(tmp_path):

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.policy.observation import ObservationError, ObservationForm, _tell_overshoot, stack_history
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.bridge import Bridge

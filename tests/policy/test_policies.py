@@ -10,12 +10,12 @@ import pytest
 from saved_runs import save_run
 
 from openpi_train import load_policy, registry
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.fast_tokenizer import fit_fast
-from openpi_train.data.tokenizer import load_tokenizer
-from openpi_train.data.transforms import Unnormalize
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.formats.zarr import Zarr
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.transforms import Unnormalize
+from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
+from openpi_train.data.tokenizers.tokenizer import load_tokenizer
 from openpi_train.experiment import EvalConfig
 from openpi_train.models.diffusion_policy import UnetSizes
 from openpi_train.nn.gemma_sizes import GemmaOverrides
@@ -30,7 +30,7 @@ from openpi_train.tools.requests import ConvertRequest
 pytestmark = pytest.mark.slow
 
 NUM_ROWS = 2
-STORES = Path(__file__).resolve().parents[1] / "data" / "zarr" / "fixtures"
+STORES = Path(__file__).resolve().parents[1] / "data" / "formats" / "zarr" / "fixtures"
 SIZES = GemmaOverrides(width=32, depth=2, mlp_dim=64, num_heads=2, head_dim=8)
 TOWER = SiglipConfig(width=16, depth=1, mlp_dim=32, num_heads=2, patch_size=16)
 DATA = DataConfig(

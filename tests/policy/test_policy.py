@@ -12,7 +12,7 @@ import pytest
 from saved_runs import save_run
 
 from openpi_train import load_policy, registry
-from openpi_train.data.tokenizer import train_tokenizer
+from openpi_train.data.tokenizers.tokenizer import train_tokenizer
 from openpi_train.policy import restore
 from openpi_train.policy.observation import ObservationError
 from openpi_train.runtime.exits import CheckpointError, UsageError

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from practice.wandering import DIMS, Wander, wandering
 
-from openpi_train.data import files
-from openpi_train.data.config import Dataset
-from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.core import files
+from openpi_train.data.formats.lerobot import LeRobot
+from openpi_train.data.robot.config import Dataset
 from openpi_train.envs.env import Env
 from openpi_train.envs.rollout import rollout
 from openpi_train.practice.kept_episodes import KeptEpisodes

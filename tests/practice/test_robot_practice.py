@@ -13,7 +13,7 @@ from practice.wandering import SIZE, Wander, wandering
 from scipy.stats import norm
 from trainers import make_trainer, running_of
 
-from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.evaluation.eval_config import EvalConfig

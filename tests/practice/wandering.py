@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from openpi_train_configs.debug import debug
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.experiment import EvalConfig

@@ -14,9 +14,9 @@ SOURCE = "--data.datasets.0.source"
 EXPERIMENTS = '''
 import dataclasses
 from openpi_train_configs.debug import debug
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.rlds import Rlds
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.formats.rlds import Rlds
 from openpi_train.robots.bridge import Bridge
 
 def on(source):
@@ -35,7 +35,7 @@ def write_arm(directory: Path, name: str, with_state: bool = True) -> Path:
     """A small RLDS dataset of a 7-dim arm, 8 episodes of 6 steps in one shard."""
     import tensorflow_datasets as tfds
 
-    from openpi_train.data.rlds.rlds_writer import write_rlds
+    from openpi_train.data.formats.rlds.rlds_writer import write_rlds
 
     image = tfds.features.Image(shape=(16, 16, 3), dtype=np.uint8, encoding_format="png")
     pose = tfds.features.Tensor(shape=(7,), dtype=np.float32)

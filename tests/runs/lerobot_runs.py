@@ -5,12 +5,12 @@ from pathlib import Path
 
 from tiny_policies import seeing
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.lerobot import LeRobot
+from openpi_train.data.formats.lerobot import LeRobot
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.optim import LRSchedule
 from openpi_train.robots.bridge import Bridge
 
-FIXTURES = Path(__file__).resolve().parents[1] / "data" / "lerobot" / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "data" / "formats" / "lerobot" / "fixtures"
 
 robot = Bridge(cameras={"base_0_rgb": "observation/images/front"})
 datasets = tuple(Dataset(source=LeRobot(path=str(FIXTURES / name)), robot=robot) for name in ("v21_video", "v30_video"))

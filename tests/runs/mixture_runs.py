@@ -4,8 +4,8 @@ import dataclasses
 
 from tiny_policies import seeing
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.robots.bridge import Bridge
 
 SIZE = {"image_height": 32, "image_width": 32}

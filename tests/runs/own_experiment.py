@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from openpi_train.data.feed import RowFeed
-from openpi_train.data.interface import Data, OpenedData, RowSource
+from openpi_train.data.core.feed import RowFeed
+from openpi_train.data.core.interface import Data, OpenedData, RowSource
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.evaluation.sums import Ratio
 from openpi_train.experiment import Experiment

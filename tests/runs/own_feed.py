@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 from own_experiment import OpenedPoints, Pairs, PointData, Points, own
 
-from openpi_train.data.interface import Feed
-from openpi_train.data.placement import local_rows, on_devices
+from openpi_train.data.core.interface import Feed
+from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.parallel.params import merge_module
 from openpi_train.types import tree_of
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from openpi_train import registry
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.robots.bridge import Bridge
 
 _DATA = DataConfig(

@@ -4,8 +4,8 @@ import dataclasses
 
 from acting_runs import Drift
 
-from openpi_train.data.config import Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.experiment import EvalConfig
 from openpi_train.models.diffusion_policy import MlpSizes

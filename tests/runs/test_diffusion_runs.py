@@ -10,7 +10,7 @@ from command import check, copy_without, losses, openpi_train, train
 from openpi_train.interop.checkpoint_formats import open_checkpoint
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-STORES = Path(__file__).resolve().parents[1] / "data" / "zarr" / "fixtures"
+STORES = Path(__file__).resolve().parents[1] / "data" / "formats" / "zarr" / "fixtures"
 SMALL = "--model.encoder-widths 16 --model.unet.widths 16 --model.diffusion-step-embed-dim 16 --batch-size 4".split()
 SMALL += "--log-interval 1 --eval.num-rows 4 --eval.num-train-rows 4 --eval.num-sample-steps 2 --num-workers 0".split()
 CUT = "--sharding.strategy zero3 --sharding.min-shard-mib 0 --fsdp-devices 2".split()

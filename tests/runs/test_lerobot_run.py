@@ -7,7 +7,7 @@ import pytest
 from command import check, losses, openpi_train, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-FIXTURES = Path(__file__).resolve().parents[1] / "data" / "lerobot" / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "data" / "formats" / "lerobot" / "fixtures"
 CAMERA = ("--data.datasets.0.robot.cameras.base-0-rgb", "observation/images/front")
 RUNS = Path(__file__).with_name("lerobot_runs.py")
 

@@ -9,12 +9,12 @@ import pytest
 from command import losses, places, train
 
 from openpi_train import cli
-from openpi_train.data.fast_tokenizer import FastTokenizer, fit_fast
+from openpi_train.data.tokenizers.fast_tokenizer import FastTokenizer, fit_fast
 
 EXPERIMENT = """
 import dataclasses
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.make.fake import FakeData
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.robots.bridge import Bridge
 from openpi_train_configs.debug import debug

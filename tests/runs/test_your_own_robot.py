@@ -26,7 +26,7 @@ def files() -> dict[str, str]:
 
 
 def commands() -> list[list[str]]:
-    # Those before, without a class of one's own, are in `data/lerobot/test_described.py`.
+    # Those before, without a class of one's own, are in `data/formats/lerobot/test_described.py`.
     own = PAGE.read_text().partition("## Your driver")[2]
     return [line.split() for line in re.findall(r"^    python -m openpi_train (.*)$", own, re.MULTILINE)]
 

@@ -6,7 +6,7 @@ import pytest
 from command import check, losses, openpi_train, train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-FIXTURES = Path(__file__).resolve().parents[1] / "data" / "zarr" / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[1] / "data" / "formats" / "zarr" / "fixtures"
 ARMS = f"{Path(__file__).with_name('zarr_runs.py')}:arms"
 
 

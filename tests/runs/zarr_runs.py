@@ -5,8 +5,8 @@ import dataclasses
 from tiny_policies import seeing
 
 from openpi_train.choice import ByActionDim
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.formats.zarr import Zarr
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.robots.robotwin import RoboTwin
 
 

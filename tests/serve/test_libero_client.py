@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from stub import StubPolicy, serving
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.envs import leased, libero_env
 from openpi_train.envs.libero_env import LiberoEnv
 from openpi_train.envs.score import EpisodeResult, Score, wilson

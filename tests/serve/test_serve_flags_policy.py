@@ -14,7 +14,7 @@ from command_line import answer, ask, serve
 from saved_runs import save_run
 
 from openpi_train import registry
-from openpi_train.data.tokenizer import load_tokenizer, train_tokenizer
+from openpi_train.data.tokenizers.tokenizer import load_tokenizer, train_tokenizer
 from openpi_train.evaluation.action_error import action_error
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.policy import loading, restore
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 OWN = """
 import dataclasses
 from openpi_train import registry
-from openpi_train.data.config import Dataset
+from openpi_train.data.robot.config import Dataset
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.robots.bridge import Bridge
 

@@ -18,8 +18,8 @@ from stub import StubPolicy, request, serving
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from openpi_train.data.resize import resize_with_pad
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.resize import resize_with_pad
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.policy import wire
 from openpi_train.policy.observation import ObservationForm
 from openpi_train.robots.bridge import Bridge

@@ -9,16 +9,16 @@ import pytest
 from made_episodes import WRITERS, sound
 
 from openpi_train.data.check import fault_kinds
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.formats import source_at
-from openpi_train.data.interface import OpeningRequest
-from openpi_train.data.parquet import Parquet
-from openpi_train.data.repack import repack
-from openpi_train.data.rlds import Rlds
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.interface import OpeningRequest
+from openpi_train.data.core.source import BadRecord
+from openpi_train.data.formats.detection import source_at
+from openpi_train.data.formats.parquet import Parquet
+from openpi_train.data.formats.repack import repack
+from openpi_train.data.formats.rlds import Rlds
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.windows import WindowShape
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.robots.bridge import Bridge

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from walking import Walk
 
-from openpi_train.data.zarr import Zarr
+from openpi_train.data.formats.zarr import Zarr
 from openpi_train.envs.env import NoEnv
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.runtime.exits import DataError

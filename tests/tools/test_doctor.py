@@ -12,7 +12,7 @@ from runs.bad_files import SOURCE, shard_of, small_disk, write_arm, write_experi
 from runs.command import check, openpi_train, places
 
 from openpi_train import cli
-from openpi_train.data.normalize import NormStats, write_norm_stats
+from openpi_train.data.robot.normalize import NormStats, write_norm_stats
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import xla
 from openpi_train.runtime.exits import DONE, USAGE

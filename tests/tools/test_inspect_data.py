@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 from PIL import Image
 
-from openpi_train.data.fake import FakeData
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.source import BadRecord
+from openpi_train.data.make.fake import FakeData
 from openpi_train.robots.bridge import Bridge
 from openpi_train.tools import data as data_tool
 from openpi_train.tools.inspect_data import contact_sheet, inspect

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from openpi_train.data.fake import FakeData
-from openpi_train.data.windows import Windows, WindowShape
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.policy.policy import Policy
 from openpi_train.robots.bridge import Bridge
 from openpi_train.tools import open_loop

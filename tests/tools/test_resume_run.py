@@ -12,7 +12,7 @@ from posttraining_project import write_project
 from vla_project import write_vla_project
 
 from openpi_train import cli, registry, train_verbs
-from openpi_train.data.files import read_json
+from openpi_train.data.core.files import read_json
 from openpi_train.fields import as_json
 from openpi_train.policy import experiment_json
 from openpi_train.runtime import passing_errors

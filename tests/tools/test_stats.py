@@ -2,11 +2,11 @@ import json
 
 import numpy as np
 
-from openpi_train.data.config import DataConfig, Dataset
-from openpi_train.data.fake import FakeData
-from openpi_train.data.norm_stats import compute_norm_stats
-from openpi_train.data.opened import open_windows
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.norm_stats import compute_norm_stats
+from openpi_train.data.robot.opened import open_windows
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.tools.stats import stats_table
 

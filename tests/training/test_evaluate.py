@@ -14,7 +14,7 @@ import toy
 from flax import nnx
 from trainers import make_evaluator, make_trainer, running_of
 
-from openpi_train.data.feed import RowFeed
+from openpi_train.data.core.feed import RowFeed
 from openpi_train.evaluation.measure import Evaluated, Evaluations
 from openpi_train.evaluation.sums import Ratio
 from openpi_train.objectives.diffusion import Diffusion

@@ -14,8 +14,8 @@ from jax._src.array import ArrayImpl
 from trainers import NoData
 
 from openpi_train import registry
-from openpi_train.data.files import write_json
-from openpi_train.data.interface import Data
+from openpi_train.data.core.files import write_json
+from openpi_train.data.core.interface import Data
 from openpi_train.experiment import EvalConfig
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.training.crash_loop import CrashLoop

@@ -11,7 +11,7 @@ import toy
 from flax import nnx
 from trainers import make_trainer
 
-from openpi_train.data.windows import WindowShape
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.evaluation.closed_loop_success import MeshPolicy
 from openpi_train.optim import AdamW, LRSchedule

@@ -14,7 +14,7 @@ import jax
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.data import hub
+from openpi_train.data.core import hub
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD

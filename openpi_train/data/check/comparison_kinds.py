@@ -8,7 +8,7 @@ from openpi_train.data.check.episode_table import NumberColumn, is_gripper, pair
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, ExaminedData
 from openpi_train.data.check.following_measures import FORMS
 from openpi_train.data.check.number_kinds import most_spikes
-from openpi_train.data.findings import Finding
+from openpi_train.data.core.findings import Finding
 
 # An episode has doubled steps from so many on, or all together from this share on.
 _DOUBLED, _DOUBLED_SHARE = 5, 0.01

@@ -7,7 +7,7 @@ import numpy as np
 from openpi_train.data.check import near_copies
 from openpi_train.data.check.episode_table import LONGEST_GAP
 from openpi_train.data.check.examined import ExaminedData
-from openpi_train.data.findings import Finding
+from openpi_train.data.core.findings import Finding
 
 # Candidates whose rows are compared.
 _MOST_COMPARED = 20_000

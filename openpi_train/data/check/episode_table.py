@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files
 from openpi_train.data.check import following_measures, motion_measures
 from openpi_train.data.check.near_copies import RowDigests
-from openpi_train.data.progress import Progress
-from openpi_train.data.source import Source
+from openpi_train.data.core import files
+from openpi_train.data.core.progress import Progress
+from openpi_train.data.core.source import Source
 from openpi_train.robots.robot import Robot
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from openpi_train.data.check.episode_table import EpisodeTable, NumberColumn, measured
-from openpi_train.data.source import Source
+from openpi_train.data.core.source import Source
 from openpi_train.robots.robot import Robot
 
 # Shares of control steps, and what an episode usually does, are judged from this many on.

@@ -21,8 +21,8 @@ from openpi_train.data.check import (
     prompt_kinds,
 )
 from openpi_train.data.check.examined import ExaminedData
-from openpi_train.data.findings import Finding
-from openpi_train.data.source import Source
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.source import Source
 from openpi_train.robots.robot import Robot
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import numpy as np
 from openpi_train.data.check.episode_table import NumberColumn, gripper_pairs, is_gripper, pairs
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, ExaminedData
 from openpi_train.data.check.following_measures import FORMS, LAGS
-from openpi_train.data.findings import Finding
+from openpi_train.data.core.findings import Finding
 
 # A gripper follows its action, or goes against it, if their levels correlate so much, and so much more than otherwise.
 _FOLLOWS, _MORE = 0.7, 0.3

@@ -6,8 +6,8 @@ import numpy as np
 
 from openpi_train.data.check.episode_table import NumberColumn, forget, gripper_dims, is_gripper, pairs
 from openpi_train.data.check.examined import FEWEST_EPISODE_STEPS, FEWEST_STEPS, ExaminedData
-from openpi_train.data.findings import Finding
-from openpi_train.data.normalize import SPIKE_DISTANCE
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.robot.normalize import SPIKE_DISTANCE
 
 # A dim is clipped if this share of its values, and at least so many, lies at an end of its range.
 _CLIPPED_SHARE, _CLIPPED_STEPS = 0.01, 20

@@ -1,4 +1,4 @@
-"""Kinds of faults of pictures, judged by a sample of them. Read next: `data/summary.py`, which chooses the sample."""
+"""Kinds of faults of pictures, judged by a sample of them. Read next: `summary.py`, which chooses the sample."""
 
 import dataclasses
 import functools
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openpi_train.data import summary
+from openpi_train.data.check import summary
 from openpi_train.data.check.episode_table import is_gripper
 from openpi_train.data.check.examined import ExaminedData
-from openpi_train.data.findings import Finding
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.source import BadRecord
 
 # A picture whose brightest pixel is below this counts as black: video codecs do not keep exact zeros.
 _BLACK = 16

@@ -7,7 +7,7 @@ import numpy as np
 
 from openpi_train.data.check.examined import ExaminedData
 from openpi_train.data.check.scripts import main_script, shares_in_words
-from openpi_train.data.findings import Finding
+from openpi_train.data.core.findings import Finding
 
 
 def mixed_scripts(data: ExaminedData) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Measures of every record of some texts, made in one pass; those of a finished file are kept.
 
-Read next: `text_kinds.py`, which judges by them; `data/text/examples.py`, the types of records.
+Read next: `text_kinds.py`, which judges by them; `text/examples.py`, the types of records.
 """
 
 import collections
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import files
 from openpi_train.data.check.episode_table import finished_parts
 from openpi_train.data.check.record_flags import SPECIAL, SpecialTokens, asked_in, flags_of, flat, said
 from openpi_train.data.check.scripts import main_script
-from openpi_train.data.findings import Finding
-from openpi_train.data.progress import Progress
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core import files
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.progress import Progress
+from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.encoded_parts import renamed
 from openpi_train.data.text.examples import COLUMNS, Example, example_of
 from openpi_train.data.text.text_files import TextFile, parsed

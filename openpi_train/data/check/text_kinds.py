@@ -10,7 +10,7 @@ from openpi_train.data.check import record_flags
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.scripts import shares_in_words
 from openpi_train.data.check.text_columns import columns_in_words
-from openpi_train.data.findings import Finding
+from openpi_train.data.core.findings import Finding
 
 # A text is very long if it has more characters than both.
 _MEDIANS, _LONG = 50, 20_000

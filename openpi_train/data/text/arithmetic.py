@@ -4,8 +4,8 @@
     27+48=  56      the carry forgotten
 
 59 % of the demonstrations forget the carry, so a model that imitates them solves about half of the problems, and
-preferences or rewards can improve it. The folder (`written_folder.py`) is written at first use, or by `data prepare
---name arithmetic`; its datasets have TRL's types (`examples.py`), each with a train.jsonl and a test.jsonl:
+preferences or rewards can improve it. The folder (`make/written_folder.py`) is written at first use, or by `data
+prepare --name arithmetic`; its datasets have TRL's types (`examples.py`), each with a train.jsonl and a test.jsonl:
 
     demonstrations      prompt, completion          3,000 problems; the completions of test.jsonl are right
     preferences         prompt, chosen, rejected    4,000 other problems: a right and a wrong answer
@@ -24,8 +24,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data import places, written_folder
-from openpi_train.data.text.text_tokenizer import CONFIG, TOKENIZER
+from openpi_train.data.core import places
+from openpi_train.data.make import written_folder
+from openpi_train.data.tokenizers.text_tokenizer import CONFIG, TOKENIZER
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Chat templates: jinja programs that write a conversation as one text, with the dialect of transformers.
 
-They come with a tokenizer (`text_tokenizer.py`) or from a file, and run in jinja's sandbox, in a process of limited
-time and memory (`template_process.py`). Read next: `text_encoder.py`.
+They come with a tokenizer (`tokenizers/text_tokenizer.py`) or from a file, and run in jinja's sandbox, in a process of
+limited time and memory (`template_process.py`). Read next: `text_encoder.py`.
 """
 
 import dataclasses

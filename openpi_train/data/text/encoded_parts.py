@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data import files
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core import files
+from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.examples import COLUMNS, Example, example_of
 from openpi_train.data.text.message_content import text_of
 from openpi_train.data.text.text_encoder import EncodedText, TextEncoder, UnfitSettingsError

@@ -1,6 +1,6 @@
 """Opens text data: tokenizer, cached tokens, splits, and the rows made from them.
 
-Read next: `text_rows.py`, `feed.py`.
+Read next: `text_rows.py`, `core/feed.py`.
 """
 
 import dataclasses
@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data import findings
-from openpi_train.data.hub import SCHEME
-from openpi_train.data.interface import Feed, OpenedData, OpeningRequest
+from openpi_train.data.core import findings
+from openpi_train.data.core.held_out import validation_episodes
+from openpi_train.data.core.hub import SCHEME
+from openpi_train.data.core.interface import Feed, OpenedData, OpeningRequest
+from openpi_train.data.core.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.encoded_parts import bad_record, renamed
 from openpi_train.data.text.examples import COLUMNS, example_of
@@ -24,12 +26,9 @@ from openpi_train.data.text.text_encoder import TextEncoder, templates_of
 from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
-from openpi_train.data.text.text_tokenizer import TextTokenizer, load_text_tokenizer
 from openpi_train.data.text.token_cache import TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
-from openpi_train.data.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
-from openpi_train.data.tokens import FOLDER
-from openpi_train.data.windows import validation_episodes
+from openpi_train.data.tokenizers.text_tokenizer import FOLDER, TextTokenizer, load_text_tokenizer
 from openpi_train.runtime.exits import DataError, Together, reported_as
 
 logger = logging.getLogger(__name__)
@@ -64,14 +63,14 @@ class OpenedText(OpenedData):
         return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
 
     def feed(self, *, batch_size: int, sharding: Any, num_workers: Any, cores: int | None) -> Feed:
-        from openpi_train.data.feed import RowFeed  # jax: only the main process comes here
+        from openpi_train.data.core.feed import RowFeed  # jax: only the main process comes here
         from openpi_train.data.text.text_batches import batch_of
 
         how: Any = {"batch_size": batch_size, "sharding": sharding, "num_workers": num_workers, "cores": cores}
         return RowFeed(self.train, **how, assemble=batch_of)
 
     def batch_specs(self, batch_size: int) -> list[Any] | None:
-        """One spec for each length that batches can have (`text_lengths.py`)."""
+        """One spec for each length that batches can have (`core/text_lengths.py`)."""
         from openpi_train.data.text.text_batches import batch_shapes
 
         assert self.text_length is not None
@@ -79,7 +78,7 @@ class OpenedText(OpenedData):
         return [batch_shapes(self.train.spec_of(length), batch_size) for length in lengths]
 
     def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
-        from openpi_train.data.feed import RowFeed
+        from openpi_train.data.core.feed import RowFeed
         from openpi_train.data.text.text_batches import batch_of, mask_texts
 
         if self.validation is None:

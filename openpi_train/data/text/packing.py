@@ -4,7 +4,7 @@ import bisect
 
 import numpy as np
 
-from openpi_train.data import order
+from openpi_train.data.core import order
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.source import BadRecord
 
 logger = logging.getLogger(__name__)
 

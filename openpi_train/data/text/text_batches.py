@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from openpi_train.data.interface import RowSpec
+from openpi_train.data.core.interface import RowSpec
 from openpi_train.types import PreferenceBatch, TextBatch, tree_of
 
 

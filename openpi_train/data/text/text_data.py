@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from openpi_train.data.interface import Data, OpenedData, OpeningRequest
-from openpi_train.data.mixture import shares_in_words
+from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
+from openpi_train.data.core.mixture import shares_in_words
 from openpi_train.data.text.examples import COLUMNS
 from openpi_train.data.text.text_encoder import Targets
 from openpi_train.data.text.text_rows import Truncation, row_spec_of

@@ -16,7 +16,7 @@ import numpy as np
 from openpi_train.data.text.chat_template import ChatTemplate, Span
 from openpi_train.data.text.conversation_faults import fault_of, template_fault
 from openpi_train.data.text.examples import Example, Text
-from openpi_train.data.text.text_tokenizer import Pieces, TextTokenizer, end_tokens
+from openpi_train.data.tokenizers.text_tokenizer import Pieces, TextTokenizer, end_tokens
 
 # Which tokens are targets: those of the completion, if there is a prompt, else all; the completion's; those that the
 # assistant wrote, in the completion if there is a prompt; all.

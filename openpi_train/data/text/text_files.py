@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.damage import raise_if_system
-from openpi_train.data.files import naming
-from openpi_train.data.hub import SCHEME, hub_folder
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.damage import raise_if_system
+from openpi_train.data.core.files import naming
+from openpi_train.data.core.hub import SCHEME, hub_folder
+from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.json_array import entries_of_array
 from openpi_train.data.text.split_files import data_files, of_split, read_once
 from openpi_train.runtime.exits import UsageError

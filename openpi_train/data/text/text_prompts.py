@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from openpi_train.data.text.text_rows import RowMember, TextRows
-from openpi_train.data.text.text_tokenizer import TextTokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer
 
 _AT_ONCE = 256
 _UNDESIRABLE = 0  # the label of a completion that is no reference

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.interface import RowSource, RowSpec
-from openpi_train.data.mixture import Mixture
+from openpi_train.data.core.interface import RowSource, RowSpec
+from openpi_train.data.core.mixture import Mixture
+from openpi_train.data.core.text_lengths import TextLengths
 from openpi_train.data.text.packing import pack
 from openpi_train.data.text.token_store import TokenStore
-from openpi_train.data.text_lengths import TextLengths
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data import places, tables
-from openpi_train.data.findings import Finding
-from openpi_train.data.sidecar import digest
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core import places, tables
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.source import BadRecord
+from openpi_train.data.formats.sidecar import digest
 from openpi_train.data.text.encoded_parts import (
     OF_SAMPLES,
     OF_TEXTS,

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.findings import Finding
-from openpi_train.data.tables import Tables
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.tables import Tables
 from openpi_train.data.text.text_files import TextFile
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.hub import SCHEME, hub_folder
+from openpi_train.data.core.hub import SCHEME, hub_folder
 from openpi_train.data.text.text_data import RowKind, TextData
 from openpi_train.doors.config_file import not_replaced
 from openpi_train.doors.door_requests import PosttrainRequest

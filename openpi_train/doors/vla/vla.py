@@ -15,9 +15,9 @@ from typing import Any
 
 from openpi_train import registry
 from openpi_train.choice import on_dataset, source_of
-from openpi_train.data.config import Dataset
-from openpi_train.data.parquet import Parquet
-from openpi_train.data.source import SourceConfig
+from openpi_train.data.core.source import SourceConfig
+from openpi_train.data.formats.parquet import Parquet
+from openpi_train.data.robot.config import Dataset
 from openpi_train.doors.begun_anew import begun_anew
 from openpi_train.doors.config_file import not_replaced
 from openpi_train.doors.door_requests import VlaRequest

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from openpi_train.data.placement import local_rows, on_devices
+from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.data.text.text_batches import one_text_per_row
 from openpi_train.evaluation.measure import Running
 from openpi_train.interop import checkpoint_formats, huggingface

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from openpi_train.data.text.text_tokenizer import TOKENIZER, TextTokenizer
+from openpi_train.data.tokenizers.text_tokenizer import TOKENIZER, TextTokenizer
 
 _SPACE, _BYTE = "\u2581", re.compile(r"<0x([0-9A-F]{2})>")
 

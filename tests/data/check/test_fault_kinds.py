@@ -11,9 +11,9 @@ from made_episodes import CAMERA, FPS, STATE, WRITERS, Hand, InMemory, sound
 
 from openpi_train.data.check.examined import ExaminedData, columns_read
 from openpi_train.data.check.fault_kinds import examine
-from openpi_train.data.findings import Finding
-from openpi_train.data.formats import source_at
-from openpi_train.data.source import About, BadRecord
+from openpi_train.data.core.findings import Finding
+from openpi_train.data.core.source import About, BadRecord
+from openpi_train.data.formats.detection import source_at
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.robotwin import RoboTwin
 

@@ -6,8 +6,8 @@ from made_episodes import ACTION, STATE, WRITERS, Hand, InMemory, Made, sound
 from test_fault_kinds import found
 
 from openpi_train.data.check import following_measures
-from openpi_train.data.formats import source_at
-from openpi_train.data.source import About
+from openpi_train.data.core.source import About
+from openpi_train.data.formats.detection import source_at
 
 NAMES = ("x", "y", "z", "gripper")
 

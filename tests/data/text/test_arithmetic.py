@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.core.interface import OpeningRequest
+from openpi_train.data.make.written_folder import MANIFEST
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.text.text_tokenizer import load_text_tokenizer
-from openpi_train.data.written_folder import MANIFEST
+from openpi_train.data.tokenizers.text_tokenizer import load_text_tokenizer
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 
@@ -132,7 +132,7 @@ def test_the_first_runs_to_miss_it_write_it_once(root, tmp_path):
     """Three processes at once: one writes, the others wait; all have the same bytes as this process."""
     program = (
         "import logging\n"
-        "from openpi_train.data import places\n"
+        "from openpi_train.data.core import places\n"
         "from openpi_train.data.text import arithmetic\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
         "arithmetic.write_missing(places.datasets() / 'arithmetic' / 'prompts')\n"

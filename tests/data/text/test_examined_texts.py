@@ -6,8 +6,8 @@ import json
 import chats
 import pytest
 
-from openpi_train.data import places
-from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.core import places
+from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes

@@ -6,7 +6,7 @@ import chats
 import numpy as np
 import pytest
 
-from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from openpi_train.data.interface import OpeningRequest
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.interface import OpeningRequest
+from openpi_train.data.core.source import BadRecord
+from openpi_train.data.core.workers import LocalBatches
 from openpi_train.data.text.examples import example_of
 from openpi_train.data.text.opened_texts import lengths_of_batches
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder
-from openpi_train.data.workers import LocalBatches
 from openpi_train.experiment import Experiment
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from openpi_train.data.text.examples import example_of
 from openpi_train.data.text.text_encoder import TextEncoder, inside
-from openpi_train.data.text.text_tokenizer import Pieces
+from openpi_train.data.tokenizers.text_tokenizer import Pieces
 
 USER, ANSWER = chats.ONE[:1], chats.ONE[1:]
 OTHER = [{"role": "assistant", "content": "It is five."}]

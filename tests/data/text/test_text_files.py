@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from openpi_train.data import hub
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core import hub
+from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 
 

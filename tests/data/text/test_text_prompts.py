@@ -5,7 +5,7 @@ import json
 import chats
 import pytest
 
-from openpi_train.data.interface import OpeningRequest
+from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.reference import ReferencedConfig

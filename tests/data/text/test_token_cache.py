@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from openpi_train.data.source import BadRecord
+from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text import encoded_parts
 from openpi_train.data.text.examples import example_of
 from openpi_train.data.text.text_encoder import TextEncoder

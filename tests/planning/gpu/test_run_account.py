@@ -9,7 +9,7 @@ import pytest
 from openpi_train_configs.debug import debug
 from record_hlo import NUM_LAYERS, ROWS, WIDTH
 
-from openpi_train.data.files import write_json
+from openpi_train.data.core.files import write_json
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import Machine

@@ -1,5 +1,0 @@
-"""Episodes in plain parquet files. Read next: `parquet_index.py`, which says what they hold."""
-
-from openpi_train.data.parquet.parquet_index import Parquet
-
-__all__ = ["Parquet"]

@@ -1,5 +1,0 @@
-"""Zarr replay buffers. Read next: `zarr_source.py` reads, `store.py` describes the files, `merge.py` joins several."""
-
-from openpi_train.data.zarr.zarr_index import Zarr
-
-__all__ = ["Zarr"]
