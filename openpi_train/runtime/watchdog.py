@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,13 +71,20 @@ def _who_is_stuck(own: PeerStatus, own_who: str, peers: Sequence[Peer], beat_s: 
     if len(everyone) <= len(peers) or not any(_is_stuck(status) for _, status, _ in everyone):
         return None
     # All wait for the stuck process: it does not even answer, or has come least far. It may have longer than those
-    # that wait for it: it may be saving, for example, and they in a step.
+    # that wait for it: it may be saving, for example, and they in a step. Of those that have come equally far it is in
+    # a phase of its own: the others have gone on to one in which they wait for it.
     silent = [one for one in everyone if one[2] > _SUSPICIOUS_BEATS]
-    who, status, unheard = min(silent or everyone, key=lambda one: (one[1].step, one[1].points, -one[1].idle_s))
+    in_phase = Counter(status.phase for _, status, _ in everyone)
+
+    def how_far(one: tuple[str, PeerStatus, int]) -> tuple[float, ...]:
+        return one[1].step, one[1].points, in_phase[one[1].phase], -one[1].idle_s
+
+    who, status, unheard = min(silent or everyone, key=how_far)
     limit_s = _limit_s(status)
     if limit_s is None or not (silent or _is_stuck(status)):
         return None
-    if not silent and len(everyone) > 1 and all(_is_level(status, other, beat_s) for _, other, _ in everyone):
+    level = all(_is_level(status, other, beat_s) for _, other, _ in everyone) and len(set(in_phase.values())) == 1
+    if not silent and len(everyone) > 1 and level:
         who = f"each of {len(everyone)} processes waits for something that none of them shows, and {who}"
     silence = f"; nothing was heard of it for {unheard * beat_s:.0f} s" if silent else ""
     where = f", {status.where}" if status.where else ""

@@ -114,6 +114,16 @@ def test_of_processes_that_have_come_equally_far_none_is_blamed_alone(peer):
     assert reason.startswith("each of 2 processes waits for something that none of them shows, and process 0 on a is")
 
 
+def test_of_processes_that_have_come_equally_far_the_one_in_a_phase_of_its_own_is_blamed(peer):
+    """One hangs in a save, and the others have gone on to act, where they wait for it."""
+    acting, saving = dataclasses.replace(STUCK, phase="acting"), dataclasses.replace(STUCK, phase="saving")
+    other = types.SimpleNamespace(**{**vars(peer), "who": "process 2 on c", "status": acting})
+    peer.status = saving
+    assert judged(acting, peer, other).reason.startswith("process 1 on b is stuck (saving, step 12)")
+    peer.status = dataclasses.replace(saving, limit_s=1800.0)
+    assert judged(acting, peer, other) is None, "it may have longer"
+
+
 def test_a_silent_process_is_the_stuck_one_though_others_have_fewer_steps(peer):
     peer.status, peer.unheard_beats = dataclasses.replace(TRAINING, step=13), 20
     assert judged(STUCK, peer).reason == (
