@@ -96,7 +96,8 @@ FAULTS = (
         "hardware",
         HARDWARE,
         "a device has failed: CUDA reports an uncorrectable ECC error, an illegal address, a failed launch, no device, "
-        "or the like; it has no memory for a step like those before; or a restart finds fewer devices than the run had",
+        "or the like; it has no memory for a step like those before; a host's own disk (`--local-checkpoints.dir`) "
+        "cannot be written at the start; or a restart finds fewer devices than the run had",
         "restart with `--resume`, without that host if it fails again",
         Restart.OTHER_HOSTS,
     ),
