@@ -171,7 +171,7 @@ SETS = {
         Case(name, "--program sampling --batch-size 1", devices=1)
         for name in (_PI0, "pi05_bridge", "paligemma_flow", *_OTHER_POLICIES)
     ],
-    # Practice at full size: learning, acting (texts: reading prompts, making tokens). And evaluations' programs.
+    # RL at full size: learning, acting (texts: reading prompts, making tokens). And evaluations' programs.
     "programs": [
         Case("pi0_tabletop_rloo", f"{_ZERO3} --model.remat full"),
         Case("pi0_tabletop_rloo", f"{_ZERO3} --program acting"),

@@ -4,19 +4,19 @@
 
 Nearly every token is then one coefficient of the chunk: of so few dims and steps that is learnt sooner than pairs.
 
-docs/practice.md describes such runs.
+docs/reinforcement_learning.md describes such runs.
 """
 
 import dataclasses
 
-from openpi_train_configs import fast, tabletop_practice, tabletop_runs
+from openpi_train_configs import fast, tabletop_rl, tabletop_runs
 
 from openpi_train.data.core import places
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
-from openpi_train.sampling.action_token_law import ActionTokenLaw
+from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
 
-_FEW, _RLOO = tabletop_practice.tabletop_few, tabletop_practice.tabletop_few_rloo
+_FEW, _RLOO = tabletop_rl.tabletop_few, tabletop_rl.tabletop_few_rloo
 
 tabletop_fast = dataclasses.replace(
     _FEW,
@@ -45,10 +45,10 @@ Hardware: 2 CPU cores. Time: 444 to 515 CPU s. Result: 33, 16.3 and 26.3 % of 40
 tabletop_fast_rloo = dataclasses.replace(
     _RLOO,
     model=tabletop_fast.model,
-    # At temperature 1 the tokens' own noise costs a third of the success, and practice first learns to be certain.
-    objective=PolicyGradient(law=ActionTokenLaw(temperature=0.7, max_tokens=32), average="attempts"),
+    # At temperature 1 the tokens' own noise costs a third of the success, and RL first learns to be certain.
+    objective=PolicyGradient(distribution=ActionTokenDistribution(temperature=0.7, max_tokens=32), average="rollouts"),
     data=tabletop_fast.data,
-    practice=dataclasses.replace(_RLOO.practice, mixed_only=True),
+    rl=dataclasses.replace(_RLOO.rl, mixed_only=True),
     lr_schedule=LRSchedule(warmup_steps=8, peak_lr=5e-4, decay_steps=120, decay_lr=5e-4),
     num_train_steps=120,
 )

@@ -29,9 +29,9 @@ from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language_part import language_of, with_language
-from openpi_train.practice.rewards.text_reward import TextReward
-from openpi_train.practice.robot_practice import RobotPractice
-from openpi_train.practice.text_practice import TextPractice
+from openpi_train.rl.rewards.text_reward import TextReward
+from openpi_train.rl.robot_rl import RobotRL
+from openpi_train.rl.text_rl import TextRL
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.types import OPENPI_SLOTS
 
@@ -128,7 +128,7 @@ def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
     """The experiment with the robots that its LeRobot datasets describe (`data/formats/lerobot/described.py`).
 
     A model without padded dims gets the first one's dims and cameras. Norm stats are those of the datasets, and no
-    environment is evaluated in. Raises UsageError for other datasets, or a run that practises; DataError if features
+    environment is evaluated in. Raises UsageError for other datasets, or a run that learns from its own rollouts; DataError if features
     are missing.
     """
     data, model, flag = experiment.demonstrations, experiment.policy, "--data.robot"
@@ -139,9 +139,9 @@ def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
             "--dataset, convert this one (`data convert PATH NEW --to lerobot`), or write a class for the robot "
             "(docs/your_own_robot.md)"
         )
-    if experiment.practice is not None:
+    if experiment.rl is not None:
         raise UsageError(
-            f"{flag}: {experiment.name} practises with a robot of its environment; train another experiment"
+            f"{flag}: {experiment.name} learns from rollouts with a robot of its environment; train another experiment"
         )
     slots = None if isinstance(model, ExactPolicyConfig) else getattr(model, "camera_slots", OPENPI_SLOTS)
     with reported_as(DataError):
@@ -255,26 +255,24 @@ def on_model(experiment: Experiment, published: LanguageConfig) -> Experiment:
 
 
 def on_env(experiment: Experiment, env: Env) -> Experiment:
-    """The experiment with closed-loop evaluations, and practice if it has some, in all tasks of this environment.
+    """The experiment with closed-loop evaluations, and RL if it has some, in all tasks of this environment.
 
     Raises UsageError if it trains no robot policy.
     """
-    loop, practice = dataclasses.replace(experiment.robot_eval.closed_loop, env=env, tasks=None), experiment.practice
-    if isinstance(practice, RobotPractice):
-        practice = dataclasses.replace(practice, env=env, tasks=None)
-    return dataclasses.replace(
-        experiment, eval=dataclasses.replace(experiment.robot_eval, closed_loop=loop), practice=practice
-    )
+    loop, rl = dataclasses.replace(experiment.robot_eval.closed_loop, env=env, tasks=None), experiment.rl
+    if isinstance(rl, RobotRL):
+        rl = dataclasses.replace(rl, env=env, tasks=None)
+    return dataclasses.replace(experiment, eval=dataclasses.replace(experiment.robot_eval, closed_loop=loop), rl=rl)
 
 
 def with_rewards(experiment: Experiment, argv: Sequence[str]) -> Experiment:
-    """The experiment with as many rewards of texts as the command line numbers: `--practice.rewards.1.name NAME`."""
-    practice = experiment.practice
-    found = [re.match(r"--practice\.rewards\.(\d+)\.name(=|$)", word) for word in argv]
+    """The experiment with as many rewards of texts as the command line numbers: `--rl.rewards.1.name NAME`."""
+    rl = experiment.rl
+    found = [re.match(r"--rl\.rewards\.(\d+)\.name(=|$)", word) for word in argv]
     numbers = {int(one[1]) for one in found if one}
-    if not isinstance(practice, TextPractice):
+    if not isinstance(rl, TextRL):
         return experiment
-    rewards = list(practice.rewards)
+    rewards = list(rl.rewards)
     while len(rewards) in numbers:  # beyond a gap a number is an unknown flag
         rewards.append(TextReward(name=""))
-    return dataclasses.replace(experiment, practice=dataclasses.replace(practice, rewards=tuple(rewards)))
+    return dataclasses.replace(experiment, rl=dataclasses.replace(rl, rewards=tuple(rewards)))

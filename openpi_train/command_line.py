@@ -74,9 +74,9 @@ class ManyFields(Request):
     # and its actions, which the model sees as recorded, or relative to the state at a chunk's start (all dims with a
     # name of the state's but grippers). Models without padded dims get its dims and cameras.
     data_robot: Annotated[Literal["recorded", "relative"] | None, tyro.conf.arg(name="data.robot")] = None
-    # The environment of closed-loop evaluations, and of practice: tabletop, metaworld, gym:ID, FILE.py:FUNCTION,
+    # The environment of closed-loop evaluations, and of RL: tabletop, metaworld, gym:ID, FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.
-    env: Annotated[str | None, tyro.conf.arg(aliases=("--practice.env",))] = None
+    env: Annotated[str | None, tyro.conf.arg(aliases=("--rl.env",))] = None
     # Train this language model: a folder in Hugging Face's form, or hub:USER/NAME. Its config.json sets the sizes, and
     # start weights and tokenizer come from there, too.
     model_path: Annotated[str | None, tyro.conf.arg(name="model.path")] = None

@@ -14,7 +14,7 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
 
     `first_devices` is the number of devices at the first start of a continued run, None for a new run. Three
     things may change: the batch size, if it is given per device (`keep_effective_batch_size` False), and with it the
-    groups of practice, so that an iteration has the same number of steps on any devices; accumulation, tensor groups
+    groups of RL, so that an iteration has the same number of steps on any devices; accumulation, tensor groups
     and `fsdp_devices`, if the number of devices differs from the first start (`elastic`); the learning rate
     (`lr_scaling`). At the first start `micro_batch_size` sets the accumulation. Values that do not fit are left
     unchanged, and `Experiment.check` refuses them with advice.
@@ -51,11 +51,11 @@ def adapt(experiment: Experiment, num_devices: int, first_devices: int | None) -
 
 
 def _of_all_devices(experiment: Experiment, num_devices: int) -> Experiment:
-    """The experiment with the rows, and the groups of its practice, of all devices instead of one."""
-    practice = experiment.practice
-    if practice is not None:
-        practice = dataclasses.replace(practice, num_groups=practice.num_groups * num_devices)
-    return dataclasses.replace(experiment, batch_size=experiment.batch_size * num_devices, practice=practice)
+    """The experiment with the rows, and the groups of its RL, of all devices instead of one."""
+    rl = experiment.rl
+    if rl is not None:
+        rl = dataclasses.replace(rl, num_groups=rl.num_groups * num_devices)
+    return dataclasses.replace(experiment, batch_size=experiment.batch_size * num_devices, rl=rl)
 
 
 def _accumulate(experiment: Experiment, num_devices: int) -> tuple[Experiment, list[str]]:

@@ -25,7 +25,7 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig
 from openpi_train.parallel.mesh import does_not_divide
 from openpi_train.parallel.strategy import ShardingConfig
-from openpi_train.practice.practice import Practice
+from openpi_train.rl.rollouts import RLConfig
 from openpi_train.runtime.exits import DataError, IndivisibleError, UsageError, reported_as
 from openpi_train.runtime.waiting import Timeouts
 
@@ -55,8 +55,8 @@ class Experiment:
     objective: Objective
     # The training data.
     data: Data
-    # How the run makes attempts and learns from them; None: it learns from the data.
-    practice: Annotated[Practice | None, tyro.conf.AvoidSubcommands] = None
+    # How the run makes rollouts and learns from them; None: it learns from the data.
+    rl: Annotated[RLConfig | None, tyro.conf.AvoidSubcommands] = None
     # Start weights.
     weight_loader: WeightLoader = setting(default_factory=CheckpointWeightLoader, on_resume="accept")
     # The learning rate, by optimizer step.
@@ -81,8 +81,8 @@ class Experiment:
     grad_accum: int = at_least(1, 1, on_resume="accept")
     # Rows of one micro-batch on one device. Sets grad_accum; if grad_accum is also given, both must agree.
     micro_batch_size: int | None = at_least(1, None, on_resume="accept")
-    # False: batch_size counts the rows of one device, and practice.num_groups its groups; with the number of devices
-    # the effective batch size grows, and so does an iteration of practice.
+    # False: batch_size counts the rows of one device, and rl.num_groups its groups; with the number of devices
+    # the effective batch size grows, and so does an iteration of RL.
     keep_effective_batch_size: bool = True
     # Adapt grad_accum and fsdp_devices when a run continues on another number of devices, keeping the rows per step and
     # the memory per device.
@@ -231,7 +231,7 @@ class Experiment:
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
         problems += self.data.check_objective(objective.__name__, objective.text_kinds)
         problems += self._check_reference()
-        problems += [] if wrong_numbers else self._check_practice()
+        problems += [] if wrong_numbers else self._check_rl()
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))
@@ -296,46 +296,42 @@ class Experiment:
             "give --data.reference-log-probs, or --objective.reference model"
         ]
 
-    def _check_practice(self) -> list[str]:
-        """Why the run cannot learn from own attempts as it should."""
-        practice, objective = self.practice, type(self.objective)
-        if (practice is not None) != objective.practises:
-            if practice is None:
-                return [
-                    f"objective {objective.__name__} learns from own attempts, and the experiment has no `practice`"
-                ]
-            return [f"objective {objective.__name__} does not learn from own attempts: `practice` is of no use"]
-        if practice is None:
+    def _check_rl(self) -> list[str]:
+        """Why the run cannot learn from own rollouts as it should."""
+        rl, objective = self.rl, type(self.objective)
+        if (rl is not None) != objective.learns_from_rollouts:
+            if rl is None:
+                return [f"objective {objective.__name__} learns from own rollouts, and the experiment has no `rl`"]
+            return [f"objective {objective.__name__} does not learn from own rollouts: `rl` is of no use"]
+        if rl is None:
             return []
-        problems = practice.check(
-            objective=self.objective, model=self.model, data=self.data, batch_size=self.batch_size
-        )
+        problems = rl.check(objective=self.objective, model=self.model, data=self.data, batch_size=self.batch_size)
         if problems:
             return problems
-        num_steps = practice.steps_per_iteration(self.batch_size)
+        num_steps = rl.steps_per_iteration(self.batch_size)
         intervals = {"--save-interval": self.save_interval}
         if self.num_epochs is None:  # else the steps are those of whole iterations
             intervals = {"--num-train-steps": self.num_train_steps, **intervals}
         if self.local_checkpoints.dir is not None:
             intervals["--local-checkpoints.interval"] = self.local_checkpoints.interval
-        if self.num_epochs is not None and not practice.takes_samples:
+        if self.num_epochs is not None and not rl.takes_samples:
             problems.append(
-                f"--num-epochs counts passes over the data, which {type(practice).__name__} does not make: give "
+                f"--num-epochs counts passes over the data, which {type(rl).__name__} does not make: give "
                 "--num-train-steps"
             )
         return problems + [
-            f"{flag} {steps} is not a multiple of the {num_steps} optimizer steps of an iteration (--practice.epochs "
-            "x attempts / --batch-size), within which nothing can be saved; "
+            f"{flag} {steps} is not a multiple of the {num_steps} optimizer steps of an iteration (--rl.epochs "
+            "x rollouts / --batch-size), within which nothing can be saved; "
             f"try {max(steps // num_steps, 1) * num_steps}"
             for flag, steps in intervals.items()
             if steps % num_steps
         ]
 
     def generation_sizes(self) -> list[GenerationSize]:
-        """What a device generates at a time for evaluations, and for practice."""
+        """What a device generates at a time for evaluations, and for RL."""
         found = [self.eval.generation_size(self.model, self.data)]
-        if self.practice is not None:
-            found.append(self.practice.generation_size(self.model, self.data))
+        if self.rl is not None:
+            found.append(self.rl.generation_size(self.model, self.data))
         return [size for size in found if size is not None]
 
     def batch_spec(self, num_rows: int, opened: OpenedData | None = None) -> Any:
@@ -343,9 +339,9 @@ class Experiment:
 
         Opens no files.
         """
-        if self.practice is None:
+        if self.rl is None:
             return self.data.batch_spec(self.model, num_rows)
-        return self.practice.batch_spec(
+        return self.rl.batch_spec(
             objective=self.objective, model=self.model, data=self.data, opened=opened, batch_size=num_rows
         )
 

@@ -7,7 +7,7 @@ Letters in shapes, everywhere in the project:
     b batch rows      t tokens            h action horizon (steps of a chunk)
     a action dims     s state dims        r flow draws per row
     d model width     n query heads       k key/value heads      v vocabulary
-    o observation history steps           u units of an attempt (tokens, denoising steps)
+    o observation history steps           u units of a rollout (tokens, denoising steps)
 """
 
 import dataclasses
@@ -167,7 +167,7 @@ class TokenTraces:
 
 @pytree
 class ChainTraces:
-    """Chunks that a policy drew, q queries of an attempt in a row: what it saw, and its chain of denoising steps.
+    """Chunks that a policy drew, q queries of a rollout in a row: what it saw, and its chain of denoising steps.
 
     All leaves of `observation` have the axis of queries after the rows'. `noisy` are the actions from the noise to the
     result (`Chain.noisy` in `sampling/action_sampler.py`). `is_executed` marks the values of a chunk that the robot
@@ -182,7 +182,7 @@ class ChainTraces:
 
 @pytree
 class TokenChunkTraces:
-    """Chunks that a policy said in n tokens, q queries of an attempt in a row; `observation` as in `ChainTraces`."""
+    """Chunks that a policy said in n tokens, q queries of a rollout in a row; `observation` as in `ChainTraces`."""
 
     observation: Observation
     tokens: Int[Array, "b q n"]
@@ -190,21 +190,21 @@ class TokenChunkTraces:
 
 
 @pytree
-class PracticeBatch:
-    """One batch of a policy's own attempts. An attempt is a row of `u` units: tokens, denoising steps.
+class RolloutBatch:
+    """One batch of a policy's own rollouts. A rollout is a row of `u` units: tokens, denoising steps.
 
-    `traces` is what the policy did, in the form of its law (`sampling/law.py`). `mask` marks the units that count.
-    `is_attempt` marks the rows that are more than filler, also those whose units are all masked. `log_probs` are those
+    `traces` is what the policy did, in the form of its distribution (`sampling/distribution.py`). `mask` marks the units that count.
+    `is_rollout` marks the rows that are more than filler, also those whose units are all masked. `log_probs` are those
     of the policy that acted, computed as those of the one that learns; of rows that `is_fresh` marks, both are the same
     policy, and they are not looked at. `sampling_log_probs` are what its sampler computed while it acted.
-    `values` are those of the critic before it learnt from these attempts, `returns` what it should have said. What an
-    objective does not use is 0. `demonstrations` are chunks of the run's data beside the attempts, n in every row: all
+    `values` are those of the critic before it learnt from these rollouts, `returns` what it should have said. What an
+    objective does not use is 0. `demonstrations` are chunks of the run's data beside the rollouts, n in every row: all
     leaves are [b, n, ...]; None: there are none.
     """
 
     traces: Any
     mask: Bool[Array, "b u"]
-    is_attempt: Bool[Array, " b"]
+    is_rollout: Bool[Array, " b"]
     advantages: Float[Array, "b u"]
     log_probs: Float[Array, "b u"]
     sampling_log_probs: Float[Array, "b u"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does distributed practice work here? A small pi0 imitates for a moment on the embedded tabletop, and then learns from
+# Does distributed RL work here? A small pi0 imitates for a moment on the embedded tabletop, and then learns from
 # its own episodes in two processes (a GPU each, or a CPU device each). It needs no data and no download:
 #
 #   ./scripts/quick_distributed_test.sh [--dry-run] [options of launch_distributed_training.sh ...]

@@ -26,10 +26,10 @@ from benchmarks import (
     language,
     language_speed,
     long_run,
-    practice,
-    practice_speed,
-    practice_studies,
     report,
+    rl,
+    rl_speed,
+    rl_studies,
     step_time,
     steps,
 )
@@ -71,19 +71,19 @@ def test_a_policy_that_fails_or_a_task_that_is_done_by_chance_is_a_failure(untra
     assert said in found and bool(said) == bool(found)
 
 
-PI0 = practice_studies.STUDIES["tabletop_pi0"]
-METAWORLD = practice_studies.STUDIES["metaworld"]
+PI0 = rl_studies.STUDIES["tabletop_pi0"]
+METAWORLD = rl_studies.STUDIES["metaworld"]
 
 
-def practised_to(before, after, *, clipped=0.1, imitated=None):
-    return practice_studies.Practised({0: before, 4: 0.1, 8: after}, clipped, 9.0, imitated, imitated and 8.0)
+def trained_to(before, after, *, clipped=0.1, imitated=None):
+    return rl_studies.Trained({0: before, 4: 0.1, 8: after}, clipped, 9.0, imitated, imitated and 8.0)
 
 
 def test_seeds_are_counted_together():
     lines = [{"step": 0, "success/all": 0.5}, {"step": 4, "clip_fraction": 0.3}, {"step": 8, "success/all": 0.6}]
-    one = practice.read(lines, "success/all", 7.0)
+    one = rl.read(lines, "success/all", 7.0)
     assert (one.before, one.after, one.clipped) == (0.5, 0.6, 0.3) and one.gain == pytest.approx(0.1)
-    first, last = practice.curve("x", [one, practised_to(0.7, 0.5)], 100)
+    first, last = rl.curve("x", [one, trained_to(0.7, 0.5)], 100)
     # 110 of 200: Wilson's interval by hand.
     centre, half = (0.55 + 1.96**2 / 400) / (1 + 1.96**2 / 200), 1.96 / (1 + 1.96**2 / 200)
     half *= (0.55 * 0.45 / 200 + 1.96**2 / 160_000) ** 0.5
@@ -92,62 +92,62 @@ def test_seeds_are_counted_together():
 
 
 def test_episodes_are_counted_by_the_flags_of_a_study_also_where_it_makes_its_data_first(tmp_path):
-    assert practice.counted(practice_studies.STUDIES["tabletop_fast"], tmp_path) == 2 * 200
+    assert rl.counted(rl_studies.STUDIES["tabletop_fast"], tmp_path) == 2 * 200
 
 
 def test_gains_have_students_interval_over_seeds():
-    found = [practised_to(0.5, 0.6, imitated=0.51), practised_to(0.5, 0.62, imitated=0.53), practised_to(0.5, 0.58)]
-    own, more = practice.gained("x", found)
+    found = [trained_to(0.5, 0.6, imitated=0.51), trained_to(0.5, 0.62, imitated=0.53), trained_to(0.5, 0.58)]
+    own, more = rl.gained("x", found)
     # The quantile 0.975 for two degrees of freedom, from a table; the standard deviation is 2 points.
     half = 4.3027 * 0.02 / 3**0.5
     assert own[4] == f"{0.1 - half:.1%} to {0.1 + half:.1%}" and own[5] == pytest.approx(0.1)
     assert more[1] == "more imitation" and more[2].samples == (8.0, 8.0) and more[5] == pytest.approx(0.02)
-    assert len(practice.gained("x", [practised_to(0.5, 0.6)])) == 1 and practice.gained("x", found[2:])[0][4] is None
+    assert len(rl.gained("x", [trained_to(0.5, 0.6)])) == 1 and rl.gained("x", found[2:])[0][4] is None
 
 
 @pytest.mark.parametrize(
     ("study", "found", "said"),
     [
-        (PI0, [practised_to(0.5, 0.58, imitated=0.52), practised_to(0.6, 0.7, imitated=0.63)], []),
+        (PI0, [trained_to(0.5, 0.58, imitated=0.52), trained_to(0.6, 0.7, imitated=0.63)], []),
         (
             PI0,
-            [practised_to(0.5, 0.57, imitated=0.53), practised_to(0.6, 0.68, imitated=0.64)],
-            ["x gains 7.5% by practice; wanted: at least 8%", "x gains 3.5% by more imitation; wanted: less than 3%"],
+            [trained_to(0.5, 0.57, imitated=0.53), trained_to(0.6, 0.68, imitated=0.64)],
+            ["x gains 7.5% by RL; wanted: at least 8%", "x gains 3.5% by more imitation; wanted: less than 3%"],
         ),
-        (PI0, [practised_to(0.5, 0.7)], ["x: more imitation is not measured"]),
-        (practice_studies.STUDIES["tabletop_dp"], [practised_to(0.4, 0.5)], []),
+        (PI0, [trained_to(0.5, 0.7)], ["x: more imitation is not measured"]),
+        (rl_studies.STUDIES["tabletop_dp"], [trained_to(0.4, 0.5)], []),
         (
-            practice_studies.STUDIES["tabletop_weighted"],
-            [practised_to(0.5, 0.5, clipped=0.3)],
-            ["x gains 0.0% by practice; wanted: more than 0", "x clips 0.3 of its units; wanted: at most 0.2"],
+            rl_studies.STUDIES["tabletop_weighted"],
+            [trained_to(0.5, 0.5, clipped=0.3)],
+            ["x gains 0.0% by RL; wanted: more than 0", "x clips 0.3 of its units; wanted: at most 0.2"],
         ),
-        (METAWORLD, [practised_to(0.35, 0.7), practised_to(0.47, 0.92)], []),
+        (METAWORLD, [trained_to(0.35, 0.7), trained_to(0.47, 0.92)], []),
         (
             METAWORLD,
-            [practised_to(0.35, 0.7), practised_to(0.43, 0.86)],
+            [trained_to(0.35, 0.7), trained_to(0.43, 0.86)],
             ["x begins at 39.0%; wanted: 40% to 60%", "x ends at 78.0%; wanted: at least 80%"],
         ),
         (
-            practice_studies.STUDIES["arithmetic_ppo"],
-            [practised_to(0.62, 0.84)],
+            rl_studies.STUDIES["arithmetic_ppo"],
+            [trained_to(0.62, 0.84)],
             ["x begins at 62.0%; wanted: 45% to 60%", "x ends at 84.0%; wanted: at least 85%"],
         ),
     ],
 )
-def test_what_practice_does_not_reach_is_a_failure(study, found, said):
-    assert practice_studies.problems("x", study, found) == said
+def test_what_rl_does_not_reach_is_a_failure(study, found, said):
+    assert rl_studies.problems("x", study, found) == said
 
 
-def test_practice_begins_at_the_checkpoint_that_is_half_trained(tmp_path):
+def test_rl_begins_at_the_checkpoint_that_is_half_trained(tmp_path):
     """Wanted is 0.5; the start of the run does not count, and of 0.4 and 0.6 the earlier does."""
     lines = [(0, 0.5), (50, 0.1), (100, 0.4), (150, 0.6), (200, 0.9)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "success/all": found}) + "\n" for step, found in lines))
-    assert practice._begun_from(tmp_path, METAWORLD) == tmp_path / "100"
-    assert practice._begun_from(tmp_path, PI0) == tmp_path
+    assert rl._begun_from(tmp_path, METAWORLD) == tmp_path / "100"
+    assert rl._begun_from(tmp_path, PI0) == tmp_path
 
 
-def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_not_repeated(tmp_path, monkeypatch):
+def test_a_run_of_rl_that_was_interrupted_goes_on_and_one_that_is_over_is_not_repeated(tmp_path, monkeypatch):
     """The second of three commands is interrupted."""
     seen, seconds = [], iter(range(0, 1000, 5))
 
@@ -157,13 +157,13 @@ def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(practice, "_run", run)
-    monkeypatch.setattr(practice, "_children_s", lambda: next(seconds))
-    runs = practice.Runs(METAWORLD, 7, tmp_path)
+    monkeypatch.setattr(rl, "_run", run)
+    monkeypatch.setattr(rl, "_children_s", lambda: next(seconds))
+    runs = rl.Runs(METAWORLD, 7, tmp_path)
     assert runs.run("one", ["--a"]) == (tmp_path / "7" / "one" / "x", 5.0)
     with pytest.raises(KeyboardInterrupt):
         runs.run("two", [])
-    again = practice.Runs(METAWORLD, 7, tmp_path)
+    again = rl.Runs(METAWORLD, 7, tmp_path)
     assert again.run("one", ["--a"])[1] == 5.0 and again.run("two", [])[1] == 10.0
     assert [(words[0], words[-1]) for words in seen] == [
         ("one", "--overwrite"),
@@ -174,10 +174,10 @@ def test_a_run_of_practice_that_was_interrupted_goes_on_and_one_that_is_over_is_
     # More imitation begins with what is there.
     directory, _ = again.run("one", [], place="longer", copied=tmp_path / "7" / "one" / "x")
     assert directory == tmp_path / "7" / "longer" / "one" / "x" and (directory / "20").is_dir()
-    assert seen[-1][-1] == "--resume" and practice.num_more(100.0, 0.7) == 150
+    assert seen[-1][-1] == "--resume" and rl.num_more(100.0, 0.7) == 150
 
 
-def test_more_imitation_takes_at_least_as_long_as_practice(tmp_path):
+def test_more_imitation_takes_at_least_as_long_as_rl(tmp_path):
     """A step was seen to take 0.5 s, and takes 0.3: 200 steps are 60 s of the 100, 100 more are 90, 50 more 105."""
     asked = []
 
@@ -188,34 +188,34 @@ def test_more_imitation_takes_at_least_as_long_as_practice(tmp_path):
             asked.append((steps, place, copied))
             return tmp_path / place, seconds
 
-    found = practice.imitated_for(FakeRuns(), PI0, (), tmp_path / "start", 100.0, num_steps=1000, step_s=0.5)
+    found = rl.imitated_for(FakeRuns(), PI0, (), tmp_path / "start", 100.0, num_steps=1000, step_s=0.5)
     assert [(steps, place) for steps, place, _ in asked] == [(1200, "longer/0"), (1300, "longer/1"), (1350, "longer/2")]
     assert [copied.name for *_, copied in asked] == ["start", "0", "1"]
     assert found[0] == tmp_path / "longer/2" and found[1] == pytest.approx(105)
 
 
-def test_practice_speed_divides_an_iteration():
+def test_rl_speed_divides_an_iteration():
     """Two iterations of ten seconds, four of which act: three policy, two environment, one of them both."""
     lines = []
     for number in range(3):
         arrays = {"arrays": 7 + number // 2, "resident_mb": 100.0 + 6 * (number // 2)}
         lines.append({"when": "begin", "wall_s": 10.0 * number, "cpu_s": 30.0 * number, **arrays})
         lines.append({"when": "end", "wall_s": 10.0 * number + 4, "cpu_s": 30.0 * number + 8, **arrays})
-    line = {"practice/attempts": 16, "practice/control_steps": 5.5, "practice/overlap": 0.25}
+    line = {"rl/rollouts": 16, "rl/control_steps": 5.5, "rl/overlap": 0.25}
     logged = [{**line, "time/policy_s": 3.0, "time/environment_s": 2.0}] * 3
-    name, episodes, rate, *parts, overlap, most = practice_speed.speed_row("x", lines, logged, skipped=1)
+    name, episodes, rate, *parts, overlap, most = rl_speed.speed_row("x", lines, logged, skipped=1)
     assert (name, episodes, rate.samples) == ("x", 16, (11.0,))
     assert [part.samples for part in parts] == [(0.3,), (0.2,), (0.6,)]
     assert overlap.samples == (0.25,) and most.median == pytest.approx(2 / 3)
     # Of eight iterations the third and the fourth are compared with the last two.
     begins = [{"arrays": 7 + number // 7, "resident_mb": 100.0 + 3 * number} for number in range(8)]
-    row = practice_speed.memory_row("x", [line for begin in begins for line in (begin, {})])
+    row = rl_speed.memory_row("x", [line for begin in begins for line in (begin, {})])
     assert row == ["x", 8, 107.5, 119.5, 7, 7.5, 12.0]
-    assert practice_speed.grown(row) == [
+    assert rl_speed.grown(row) == [
         "x: resident memory grows by 12.0 MB; wanted: at most 5",
         "x: 0.5 more arrays are alive at the end",
     ]
-    assert not practice_speed.grown(["x", 8, 100.0, 104.0, 7, 7, 4.0])
+    assert not rl_speed.grown(["x", 8, 100.0, 104.0, 7, 7, 4.0])
 
 
 def test_another_loss_than_the_peers_is_not_the_same_work():

@@ -152,8 +152,8 @@ def test_language_counts_problems_before_and_after_every_stage(quick):
     assert [row["right answer preferred"] is None for row in found] == [True, True, False, False]
 
 
-def test_practice_counts_problems_before_and_after(quick):
-    found = rows(quick, "Practice: success")
+def test_rl_counts_problems_before_and_after(quick):
+    found = rows(quick, "RL: success")
     assert [(row["study"], row["step"], row["episodes"]) for row in found] == [
         ("arithmetic_grpo", "0", 8),
         ("arithmetic_grpo", "1", 8),
@@ -162,8 +162,8 @@ def test_practice_counts_problems_before_and_after(quick):
     assert found[0]["CPU s"] is None and found[1]["CPU s"][0] > 0
 
 
-def test_practice_speed_understands_its_runs(quick):
-    assert not rows(quick, "Practice: control steps") and "metaworld: not run." in quick[0]
+def test_rl_speed_understands_its_runs(quick):
+    assert not rows(quick, "RL: control steps") and "metaworld: not run." in quick[0]
 
 
 def test_language_speed_says_how_to_have_torch_beside_it(quick):

@@ -93,14 +93,14 @@ def test_unknown_dims_or_column_are_an_error_with_what_was_found_and_what_is_kno
         registry.load(f"{toys}:arm", lambda own: type(own)(state_dim=12))
 
 
-@pytest.mark.parametrize("flag", ["--env", "--practice.env"])
-def test_the_environment_of_the_command_line_is_that_of_evaluations_and_of_practice(flag):
-    given = ["--exp-name", "x", flag, "tabletop", "--practice.tasks", "stack_red_blue", "0"]
+@pytest.mark.parametrize("flag", ["--env", "--rl.env"])
+def test_the_environment_of_the_command_line_is_that_of_evaluations_and_of_rl(flag):
+    given = ["--exp-name", "x", flag, "tabletop", "--rl.tasks", "stack_red_blue", "0"]
     found = cli.parse_experiment("tabletop_few_rloo", given)
-    assert found.practice.env == found.eval.closed_loop.env == TabletopEnv()
-    assert found.practice.tasks == ("stack_red_blue", "0")
+    assert found.rl.env == found.eval.closed_loop.env == TabletopEnv()
+    assert found.rl.tasks == ("stack_red_blue", "0")
     imitates = cli.parse_experiment("tabletop_few", ["--exp-name", "x", "--env", "tabletop"])
-    assert imitates.eval.closed_loop.env == TabletopEnv() and imitates.practice is None
+    assert imitates.eval.closed_loop.env == TabletopEnv() and imitates.rl is None
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_a_mixture_that_cannot_be_is_refused(name, words, message):
 
 
 def test_the_command_line_may_number_more_rewards_than_the_experiment_has():
-    words = ["--exp-name", "x", "--practice.rewards.2.name", "overlong:2", "--practice.rewards.1.weight", "0.5"]
-    found = cli.parse_experiment("arithmetic_grpo", [*words, "--practice.rewards.1.name=regex:.*"])
-    assert [(one.name, one.weight) for one in found.practice.rewards] == [
+    words = ["--exp-name", "x", "--rl.rewards.2.name", "overlong:2", "--rl.rewards.1.weight", "0.5"]
+    found = cli.parse_experiment("arithmetic_grpo", [*words, "--rl.rewards.1.name=regex:.*"])
+    assert [(one.name, one.weight) for one in found.rl.rewards] == [
         ("exact_match", 1.0),
         ("regex:.*", 0.5),
         ("overlong:2", 1.0),

@@ -76,13 +76,13 @@ def test_batch_per_device_grows_with_the_first_devices_and_never_again():
     assert (resumed.batch_size, resumed.grad_accum) == (32, 2)
 
 
-def test_groups_of_practice_are_of_one_device_where_the_batch_is():
+def test_groups_of_rl_are_of_one_device_where_the_batch_is():
     """An iteration has the same number of steps on any devices."""
     given = dataclasses.replace(registry.load("arithmetic_ppo"), exp_name="x", keep_effective_batch_size=False)
     experiment, _ = adapt(given, 4, None)
-    assert (experiment.batch_size, experiment.practice.num_groups) == (4 * 256, 4 * 256)
-    assert adapt(given, 2, 4)[0].practice == experiment.practice
-    assert adapt(dataclasses.replace(given, keep_effective_batch_size=True), 4, None)[0].practice == given.practice
+    assert (experiment.batch_size, experiment.rl.num_groups) == (4 * 256, 4 * 256)
+    assert adapt(given, 2, 4)[0].rl == experiment.rl
+    assert adapt(dataclasses.replace(given, keep_effective_batch_size=True), 4, None)[0].rl == given.rl
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
@@ -103,23 +103,23 @@ def test_scaling_without_a_reference_or_the_reverse_is_refused(fields):
         changed(**fields).check(8)
 
 
-def test_groups_of_practice_per_device_grow_with_the_batch_so_that_an_iteration_has_as_many_steps():
+def test_groups_of_rl_per_device_grow_with_the_batch_so_that_an_iteration_has_as_many_steps():
     found = registry.load("tabletop_few_rloo")
     given = dataclasses.replace(
         found,
         exp_name="x",
         batch_size=16,
-        practice=dataclasses.replace(found.practice, num_groups=16),
+        rl=dataclasses.replace(found.rl, num_groups=16),
         keep_effective_batch_size=False,
     )
     for devices, first in ((1, None), (4, None), (2, 4)):
         experiment, _ = adapt(given, devices, first)
         began_on = first or devices
-        assert (experiment.batch_size, experiment.practice.num_groups) == (16 * began_on, 16 * began_on)
-        assert experiment.practice.steps_per_iteration(experiment.batch_size) == 8
+        assert (experiment.batch_size, experiment.rl.num_groups) == (16 * began_on, 16 * began_on)
+        assert experiment.rl.steps_per_iteration(experiment.batch_size) == 8
         dataclasses.replace(experiment, num_train_steps=16, save_interval=8).check(devices)
     kept, _ = adapt(dataclasses.replace(given, keep_effective_batch_size=True), 4, None)
-    assert kept.practice == given.practice
+    assert kept.rl == given.rl
 
 
 @pytest.mark.parametrize(("num_devices", "groups_of"), [(8, 4), (6, 3), (2, 2), (1, 1)])

@@ -21,7 +21,7 @@ ROWS = (
     {"models"},
     {"objectives", "interop", "generation"},
     {"evaluation", "checkpoints"},
-    {"practice"},
+    {"rl"},
     {"experiment"},
     {"choice"},
     {"registry", "planning", "elastic"},

@@ -1,4 +1,4 @@
-"""Random streams: what trains, evaluates, acts and practises with one seed draws from keys of its own."""
+"""Random streams: what trains, evaluates, acts and learns from rollouts with one seed draws from keys of its own."""
 
 import collections
 import inspect
@@ -17,11 +17,11 @@ from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.evaluation.sums import numbered_keys
 from openpi_train.keys import for_purpose, row_keys
-from openpi_train.practice.initial_states import InitialStates
+from openpi_train.rl.initial_states import InitialStates
 from openpi_train.sampling.action_sampler import sample_keys
 
 SEED, ROWS, ENV = 7, 16, TabletopEnv()
-# What is drawn from a row's key, by objectives, augmentation, samplers and laws.
+# What is drawn from a row's key, by objectives, augmentation, samplers and distributions.
 USES = (
     "noise", "time", "latent", "dropout", "indicator", "demonstrations", "denoising", "token", "augment/base_0_rgb",
     "augment/left_wrist_0_rgb", "augment/right_wrist_0_rgb",
@@ -36,21 +36,19 @@ def at_queries(keys):
 
 
 def streams():
-    """Keys by who uses them: of one seed, and of the same steps, rows, tasks and attempts where there are any."""
+    """Keys by who uses them: of one seed, and of the same steps, rows, tasks and rollouts where there are any."""
     rows, numbers = jnp.arange(ROWS), np.arange(ROWS)
     evaluated = episode_keys(ClosedLoop(env=ENV, seed=SEED), numbers)
-    # One state per number of an evaluated attempt, and states without numbers.
-    practised = InitialStates(ENV.tasks, 8, SEED), InitialStates(ENV.tasks, None, SEED)
+    # One state per number of an evaluated rollout, and states without numbers.
+    trained = InitialStates(ENV.tasks, 8, SEED), InitialStates(ENV.tasks, None, SEED)
     found = {f"training step {step}": row_keys(SEED, step, rows) for step in range(3)}
     # Without the run-time type check: of a trainer only the seed is read.
     trainer, batch = types.SimpleNamespace(seed=SEED), types.SimpleNamespace(row=rows)
     found["held-out rows"] = inspect.unwrap(numbered_keys)(trainer, batch, 0, "validation")
     found["sampled actions"] = sample_keys(SEED, rows)
     found["evaluated episodes"] = at_queries(evaluated)
-    found["practised episodes"] = at_queries(
-        practised[0].noise_keys(np.repeat(numbers, 2), np.tile(np.array([0, 1]), ROWS))
-    )
-    resets = {"evaluated": evaluated, "practised": practised[0].reset_keys(np.arange(8 * len(ENV.tasks)))}
+    found["episodes of RL"] = at_queries(trained[0].noise_keys(np.repeat(numbers, 2), np.tile(np.array([0, 1]), ROWS)))
+    resets = {"evaluated": evaluated, "trained": trained[0].reset_keys(np.arange(8 * len(ENV.tasks)))}
     return {f"{who}: {use}": for_purpose(keys, use) for who, keys in found.items() for use in USES} | {
         f"{who} initial states": for_purpose(keys, "env/reset") for who, keys in resets.items()
     }
@@ -66,11 +64,11 @@ def test_no_two_uses_of_a_seed_share_a_key():
     assert all(len(keys) >= ROWS for keys in found.values())
 
 
-def test_evaluations_are_of_other_initial_states_than_practice_without_a_number_of_them():
-    practised = InitialStates(ENV.tasks, None, SEED).reset_keys(np.arange(200))
+def test_evaluations_are_of_other_initial_states_than_rl_without_a_number_of_them():
+    trained = InitialStates(ENV.tasks, None, SEED).reset_keys(np.arange(200))
     evaluated = episode_keys(ClosedLoop(env=ENV, seed=SEED), np.arange(200))
-    assert len(words(practised)) == len(words(evaluated)) == 200
-    assert not words(practised) & words(evaluated)
+    assert len(words(trained)) == len(words(evaluated)) == 200
+    assert not words(trained) & words(evaluated)
 
 
 def test_every_use_has_a_name_of_its_own_and_is_compared_here():

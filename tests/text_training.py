@@ -33,9 +33,9 @@ from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.runtime import compile_cache
-from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.sampling.token_distribution import TokenDistribution
 from openpi_train.training.init import create_state
-from openpi_train.types import PracticeBatch, PreferenceBatch, TextBatch, TokenTraces
+from openpi_train.types import PreferenceBatch, RolloutBatch, TextBatch, TokenTraces
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 24
 SIZES = DecoderSizes(
@@ -69,8 +69,8 @@ def pairs(seed, rows=ROWS):
     return PreferenceBatch(texts=texts, margin=jnp.asarray(random.uniform(0, 1, rows), jnp.float32))
 
 
-def attempts(texts, seed):
-    """The texts as own attempts: ragged, some fresh; the units of row 3 stay out, as those of rows that only fill."""
+def rollouts(texts, seed):
+    """The texts as own rollouts: ragged, some fresh; the units of row 3 stay out, as those of rows that only fill."""
     random = np.random.default_rng(100 + seed)
     mask = (np.asarray(texts.weights)[:, 1:] > 0) & (np.arange(len(texts.row)) != 3)[:, None]
     units = {
@@ -84,10 +84,10 @@ def attempts(texts, seed):
             ("returns", 1, 0),
         )
     }
-    return PracticeBatch(
+    return RolloutBatch(
         traces=TokenTraces(texts=texts, num_tokens=jnp.full(len(texts.row), VOCABULARY)),
         mask=jnp.asarray(mask),
-        is_attempt=jnp.asarray(np.asarray(texts.weights).any(axis=1)),
+        is_rollout=jnp.asarray(np.asarray(texts.weights).any(axis=1)),
         is_fresh=jnp.asarray(random.integers(0, 2, len(texts.row)) > 0),
         **units,
     )
@@ -106,7 +106,7 @@ def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, s
     if isinstance(objective, SupervisedText):
         batches, held_out = [batch.texts for batch in batches], held_out.texts
     if isinstance(objective, PolicyGradient):
-        *batches, held_out = (attempts(one.texts, number) for number, one in enumerate((*batches, held_out)))
+        *batches, held_out = (rollouts(one.texts, number) for number, one in enumerate((*batches, held_out)))
     history = []
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, model, trainer.optimizer, model.frozen, False, 7)
@@ -137,8 +137,8 @@ OBJECTIVES = {
     "policy": (
         ActorCriticConfig(policy=LANGUAGE, with_reference=True),
         PolicyGradient(
-            law=TokenLaw(temperature=0.8, top_k=12),
-            average="attempts",
+            distribution=TokenDistribution(temperature=0.8, top_k=12),
+            average="rollouts",
             kl_weight=0.1,
             value_weight=0.5,
             entropy_weight=0.01,
@@ -149,7 +149,7 @@ OBJECTIVES = {
 
 # Processes, each with its share of four devices, and what they train: an objective, a strategy, the micro-batches.
 # Every kind of objective and every strategy is there, with and without micro-batches. Four processes, each with one
-# device: `runs/test_practice_run.py`.
+# device: `runs/test_rl_run.py`.
 PROCESSES = {
     2: {"supervised": ("zero2", 4), "sigmoid": ("zero3", 4), "reward": ("replicated", 1), "policy": ("zero3", 1)},
 }

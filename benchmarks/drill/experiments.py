@@ -42,9 +42,9 @@ EXPERIMENTS = {
     "reinforcement": Drilled(
         (
             *("arithmetic_grpo", "--batch-size", "16", "--save-interval", "8", "--eval.interval", "12", *_KEPT),
-            *("--practice.num-groups", "8", "--practice.group-size", "4", "--practice.epochs", "2"),
-            *("--practice.mixed-only", "--practice.max-waves", "2", "--practice.skip-solved", "1"),
-            *("--objective.law.top-k", "8", "--eval.num-prompts", "0", *_TINY, *_FAST),
+            *("--rl.num-groups", "8", "--rl.group-size", "4", "--rl.epochs", "2"),
+            *("--rl.mixed-only", "--rl.max-waves", "2", "--rl.skip-solved", "1"),
+            *("--objective.distribution.top-k", "8", "--eval.num-prompts", "0", *_TINY, *_FAST),
         ),
         save_interval=8,
         acts=True,

@@ -40,7 +40,7 @@ RUNNING = {
     "link": Window(_DIRS, "StepDirs.link_latest", 0.02, of_process_0=True),
     "delete": Window(_DIRS, "_remove", 0.05, of_process_0=True),
     "local save": Window("checkpoints.local_files", "write", 0.1),
-    "acting": Window("practice.practice_feed", "PracticeFeed._practise", 0.5),
+    "acting": Window("rl.rollout_feed", "RolloutFeed._collect", 0.5),
 }
 # Of some kinds only.
 DEVICES = Window("training.start", "require_devices", 0.0)

@@ -66,7 +66,7 @@ class RiptRequest(Request):
     """Let a robot policy learn from its own episodes as a YAML config of the RIPT trainers for pi0 says.
 
     The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
-    ript --config config.yaml --practice.group-size 8. More: docs/ript_yaml.md
+    ript --config config.yaml --rl.group-size 8. More: docs/ript_yaml.md
     """
 
     # The YAML config.

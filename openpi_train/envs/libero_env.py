@@ -5,7 +5,7 @@ by 180 degrees, and position, axis-angle rotation and fingers as the state. Inte
 4f0dd18 (`benchmark/__init__.py`, `envs/env_wrapper.py`), limits and the first control steps as in openpi's
 `examples/libero/main.py`. Read next: `robots/libero.py`, `in_processes.py`, in which it runs with `--env libero:SUITE`.
 
-An evaluation begins in one of the initial states that LIBERO publishes for a task, which the key chooses; practice
+An evaluation begins in one of the initial states that LIBERO publishes for a task, which the key chooses; RL
 begins in states that LIBERO draws anew. An episode ends with its first success.
 """
 
@@ -41,7 +41,7 @@ class LiberoEnv(Env):
     suite: str = "libero_spatial"
     # Height and width of the pictures; those of the published demonstrations have 256.
     image_size: int = 256
-    # Published initial states, or new ones, which demonstrations and practice have.
+    # Published initial states, or new ones, which demonstrations and RL have.
     initial_states: Literal["published", "new"] = "published"
 
     cameras: ClassVar[tuple[str, ...]] = tuple(_PICTURES)

@@ -44,7 +44,7 @@ class RolloutEpisodes:
 
     Args:
         execute: Number of actions of each chunk that are executed before the next query of the policy.
-        policy_keys: Keys of the policy's noise, one per episode, for several attempts from the same initial state; by
+        policy_keys: Keys of the policy's noise, one per episode, for several rollouts from the same initial state; by
             default `keys`, from which environment and policy derive separate streams.
         max_steps: Control steps before an episode counts as failed; the environment's own by default.
         history: Number of observations that the policy sees, up to the present one; before the beginning the first one

@@ -50,12 +50,12 @@ class EvalConfig(Evaluations):
         return [(env.instruction(task), env.state_dim) for task in range(len(env.tasks))]
 
     def measures(self, running: Running) -> list[Measure]:
-        practised = getattr(getattr(running.trainer.objective, "law", None), "num_steps", self.num_sample_steps)
-        if practised != self.num_sample_steps:
+        trained = getattr(getattr(running.trainer.objective, "distribution", None), "num_steps", self.num_sample_steps)
+        if trained != self.num_sample_steps:
             logger.warning(
-                "evaluations sample in %d denoising steps, and practice acts in %d: they measure another policy. Give "
+                "evaluations sample in %d denoising steps, and RL acts in %d: they measure another policy. Give "
                 "--eval.num-sample-steps %d",
-                *(self.num_sample_steps, practised, practised),
+                *(self.num_sample_steps, trained, trained),
             )
         found: list[Measure] = []
         if "sample" in running.trainer.model.provides:

@@ -18,7 +18,7 @@ from openpi_train.models.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.models.row_text import PromptAndChunkText
 from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig
-from openpi_train.types import ActionBatch, PracticeBatch
+from openpi_train.types import ActionBatch, RolloutBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
             )
         return super().batch_spec(batch_size, cameras, text_length)
 
-    def num_tokens_seen(self, batch: ActionBatch | PracticeBatch, draws: int = 1) -> Int[Array, ""]:
+    def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
         seen = batch.observation
         absent = len(set(self.camera_slots) - set(seen.images)) if self.black_cameras else 0
         black = absent * self.siglip.num_tokens(self.image_size) * math.prod(seen.prompt_mask.shape[:-1])

@@ -23,7 +23,7 @@ from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.nn.vocabulary import Head, TokenScores, remat_of, token_scores
 from openpi_train.parallel.remat import Remat
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.action_token_law import with_chunk
+from openpi_train.sampling.action_token_distribution import with_chunk
 from openpi_train.sampling.decoding import Prompt, choose_at, choose_likeliest, decode
 from openpi_train.types import Observation
 

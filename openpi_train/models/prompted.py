@@ -22,7 +22,7 @@ from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
 from openpi_train.parallel.tensor import check_sizes
-from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, PracticeBatch, action_batch
+from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, RolloutBatch, action_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
-    def num_tokens_seen(self, batch: ActionBatch | PracticeBatch, draws: int = 1) -> Int[Array, ""]:
+    def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
         """Tokens of present images and of prompts, and those behind them."""
         seen = batch.observation
         others = self.num_suffix_tokens(draws) * math.prod(seen.prompt_mask.shape[:-1])

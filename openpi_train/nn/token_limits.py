@@ -1,7 +1,7 @@
 """Which tokens may be chosen: top-k, top-p and min-p, for every row its own.
 
 The sampler and the score of what was sampled use the same function: `generation/token_choice.py`,
-`sampling/token_law.py`.
+`sampling/token_distribution.py`.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@
               than expected, else 0, and a is `unconditional_weight` (the RIPT trainers for pi0)
 
 The policy is not made better by training alone: it acts by guidance towards `better` (`sampling/indicator.py`), in
-practice with `law.guidance`, in evaluations and where it is served with `guidance`. Read next: `weighted_flow.py`.
+RL with `distribution.guidance`, in evaluations and where it is served with `guidance`. Read next: `weighted_flow.py`.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from openpi_train.fields import at_least
 from openpi_train.keys import for_purpose, of_parts
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.objective import Metrics, Norms, Objective
-from openpi_train.sampling.action_law import by_query
+from openpi_train.sampling.action_distribution import by_query
 from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.flow_distribution import FlowDistribution
 from openpi_train.sampling.indicator import BETTER, NONE, WORSE, check_guidance
-from openpi_train.types import ActionBatch, Observation, PracticeBatch, tree_of
+from openpi_train.types import ActionBatch, Observation, RolloutBatch, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class IndicatorFlow(Objective):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity", "indicator"})
-    practises: ClassVar[bool] = True
-    scores_attempts: ClassVar[bool] = False
+    learns_from_rollouts: ClassVar[bool] = True
+    scores_rollouts: ClassVar[bool] = False
     uses_demonstrations: ClassVar[bool] = True
     kl_weight: ClassVar[float] = 0.0
     value_weight: ClassVar[float] = 0.0
 
     # How chunks are drawn while acting, with its `guidance`.
-    law: FlowLaw = dataclasses.field(default_factory=lambda: FlowLaw(guidance=1.0))
+    distribution: FlowDistribution = dataclasses.field(default_factory=lambda: FlowDistribution(guidance=1.0))
     # Guidance in evaluations, and where the policy is served: 0 tells it nothing, 1 `better`, more goes beyond.
     guidance: float = 1.0
     # Which velocities are trained on a chunk.
@@ -62,10 +62,10 @@ class IndicatorFlow(Objective):
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change."""
         problems = check_guidance("--objective.guidance", self.guidance)
-        problems += check_guidance("--objective.law.guidance", self.law.guidance)
-        if self.law.guidance is None:
+        problems += check_guidance("--objective.distribution.guidance", self.distribution.guidance)
+        if self.distribution.guidance is None:
             problems.append(
-                "--objective.law.guidance is not given: what acts is told nothing that it learns from. Give 1, or more"
+                "--objective.distribution.guidance is not given: what acts is told nothing that it learns from. Give 1, or more"
             )
         if self.form == "dropped" and not 0 < self.drop < 1:
             problems.append(
@@ -85,15 +85,15 @@ class IndicatorFlow(Objective):
 
     @property
     def action_sampler(self) -> ActionSampler:
-        return FlowSampler(augmentation=self.law.augmentation, guidance=self.guidance)
+        return FlowSampler(augmentation=self.distribution.augmentation, guidance=self.guidance)
 
-    def told(self, batch: PracticeBatch) -> tuple[Int[Array, "b q"], Bool[Array, "b q"]]:
+    def told(self, batch: RolloutBatch) -> tuple[Int[Array, "b q"], Bool[Array, "b q"]]:
         """What is known of each query, and which queries count."""
         b, queries = batch.traces.noisy.shape[:2]
         advantages, counts = (one.reshape(b, queries, -1)[..., 0] for one in (batch.advantages, batch.mask))
         return jnp.where(advantages > 0, BETTER, jnp.where(advantages < 0, WORSE, NONE)), counts
 
-    def norms(self, batch: PracticeBatch) -> Norms:
+    def norms(self, batch: RolloutBatch) -> Norms:
         """The elements of the chunks that count, times the draws; and the queries that count."""
         *_, horizon, dims = batch.traces.noisy.shape
         queries = self.told(batch)[1].sum()
@@ -107,7 +107,7 @@ class IndicatorFlow(Objective):
 
     @jax.named_scope("loss")
     def loss(
-        self, model: nnx.Module, batch: PracticeBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+        self, model: nnx.Module, batch: RolloutBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the error."""
         del train
@@ -150,7 +150,7 @@ class IndicatorFlow(Objective):
             is_dropped = self._dropped(keys)
             told, weights = jnp.where(is_dropped, NONE, known[:, None]), jnp.ones_like(time)
         position, wanted = flow.path(chunks, noise, time)
-        velocity = model.velocity(self.law.seen(observation), position, time, told).astype(jnp.float32)
+        velocity = model.velocity(self.distribution.seen(observation), position, time, told).astype(jnp.float32)
         error = (jnp.square(velocity - wanted) * steps[:, None, :, None]).sum(axis=(2, 3))
         return (weights * error).sum()
 

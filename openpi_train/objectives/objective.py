@@ -32,11 +32,11 @@ class Objective(abc.ABC):
     text_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether it uses the margins of preferences (`PreferenceBatch.margin`).
     uses_margins: ClassVar[bool] = False
-    # Whether it learns from the policy's own attempts (`types.PracticeBatch`).
-    practises: ClassVar[bool] = False
-    # Whether it compares with the log-probabilities of these attempts under the policy that made them.
-    scores_attempts: ClassVar[bool] = False
-    # Whether it learns from demonstrations beside these attempts (`PracticeBatch.demonstrations`).
+    # Whether it learns from the policy's own rollouts (`types.RolloutBatch`).
+    learns_from_rollouts: ClassVar[bool] = False
+    # Whether it compares with the log-probabilities of these rollouts under the policy that made them.
+    scores_rollouts: ClassVar[bool] = False
+    # Whether it learns from demonstrations beside these rollouts (`RolloutBatch.demonstrations`).
     uses_demonstrations: ClassVar[bool] = False
 
     def check(self) -> list[str]:

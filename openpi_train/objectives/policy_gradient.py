@@ -1,8 +1,8 @@
-"""Policy gradients from recorded attempts: PPO (Schulman et al. 2017), GRPO, RLOO, REINFORCE++, DAPO, GSPO, RIPT.
+"""Policy gradients from recorded rollouts: PPO (Schulman et al. 2017), GRPO, RLOO, REINFORCE++, DAPO, GSPO, RIPT.
 
-They differ in their advantages (`practice/estimator.py`) and in the settings here. Formulas as in TRL's
+They differ in their advantages (`rl/estimator.py`) and in the settings here. Formulas as in TRL's
 `GRPOTrainer`, `RLOOTrainer` and `PPOTrainer` (at f2cd577); denominators are those of the whole optimizer batch.
-Read next: `sampling/law.py`, which gives the log-probabilities, and `practice/practice_feed.py` for the batches.
+Read next: `sampling/distribution.py`, which gives the log-probabilities, and `rl/rollout_feed.py` for the batches.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Key
 from openpi_train.fields import at_least
 from openpi_train.objectives.objective import Metrics, Norms, Objective
 from openpi_train.sampling.action_sampler import ActionSampler
-from openpi_train.sampling.law import Law
-from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.types import PracticeBatch
+from openpi_train.sampling.distribution import Distribution
+from openpi_train.sampling.token_distribution import TokenDistribution
+from openpi_train.types import RolloutBatch
 
 # A larger logarithm of a ratio has no gradient: its exponential would overflow.
 _LARGEST = 20.0
@@ -44,22 +44,22 @@ class PolicyGradient(Objective):
     its gradient is that of REINFORCE.
     """
 
-    practises: ClassVar[bool] = True
-    scores_attempts: ClassVar[bool] = True
+    learns_from_rollouts: ClassVar[bool] = True
+    scores_rollouts: ClassVar[bool] = True
 
-    # How actions are drawn; attempts are made and scored by it.
-    law: Law = dataclasses.field(default_factory=TokenLaw)
-    # What a ratio is of: each unit; or all units of an attempt, as the geometric mean of their ratios (GSPO) or as
+    # How actions are drawn; rollouts are made and scored by it.
+    distribution: Distribution = dataclasses.field(default_factory=TokenDistribution)
+    # What a ratio is of: each unit; or all units of a rollout, as the geometric mean of their ratios (GSPO) or as
     # their product (RLOO).
     ratio: Literal["unit", "mean", "product"] = "unit"
-    # What counts the same: every unit (DAPO), every attempt (GRPO), or every unit with attempts counted as if each had
-    # `max_units` (Dr. GRPO). Attempts from which nothing is learnt, since they were cut, count in the last two, as in
+    # What counts the same: every unit (DAPO), every rollout (GRPO), or every unit with rollouts counted as if each had
+    # `max_units` (Dr. GRPO). Rollouts from which nothing is learnt, since they were cut, count in the last two, as in
     # TRL.
-    average: Literal["units", "attempts", "constant"] = "units"
-    # Units of an attempt for `average constant`.
+    average: Literal["units", "rollouts", "constant"] = "units"
+    # Units of a rollout for `average constant`.
     max_units: int | None = at_least(1, None)
     # How far below 1 a ratio still has an effect: 0.2 is the default of Schulman et al. 2017, TRL and verl for tokens,
-    # and RLinf's for flows whose law sums over actions. With a law that takes their mean, DPPO's is 0.01.
+    # and RLinf's for flows whose distribution sums over actions. With a distribution that takes their mean, DPPO's is 0.01.
     clip_low: float = at_least(0, 0.2)
     # How far above 1 (DAPO: 0.28).
     clip_high: float = at_least(0, 0.2)
@@ -83,7 +83,7 @@ class PolicyGradient(Objective):
 
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change."""
-        problems = [f"--objective.law: {problem}" for problem in self.law.check()]
+        problems = [f"--objective.distribution: {problem}" for problem in self.distribution.check()]
         if (self.average == "constant") != (self.max_units is not None):
             problems.append(
                 f"--objective.average {self.average} with --objective.max-units {self.max_units}: give both constant "
@@ -102,37 +102,37 @@ class PolicyGradient(Objective):
 
     @property
     def needed(self) -> frozenset[str]:
-        """What the law needs, a reference to stay close to, and a critic to train."""
+        """What the distribution needs, a reference to stay close to, and a critic to train."""
         reference = {"reference"} if self.kl_weight else set()
-        return self.law.needed | reference | ({"value"} if self.value_weight else set())
+        return self.distribution.needed | reference | ({"value"} if self.value_weight else set())
 
     @property
     def draws_per_row(self) -> int:
-        return self.law.draws_per_row
+        return self.distribution.draws_per_row
 
     @property
     def action_sampler(self) -> ActionSampler:
-        return self.law.action_sampler
+        return self.distribution.action_sampler
 
-    def norms(self, batch: PracticeBatch) -> Norms:
-        """The number of units that count, and of attempts, with those that have none."""
+    def norms(self, batch: RolloutBatch) -> Norms:
+        """The number of units that count, and of rollouts, with those that have none."""
         return {
             "units": jnp.maximum(batch.mask.sum(), 1).astype(jnp.float32),
-            "attempts": jnp.maximum(batch.is_attempt.sum(), 1).astype(jnp.float32),
+            "rollouts": jnp.maximum(batch.is_rollout.sum(), 1).astype(jnp.float32),
         }
 
     @jax.named_scope("loss")
     def loss(
-        self, model: nnx.Module, batch: PracticeBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+        self, model: nnx.Module, batch: RolloutBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the loss, and of the metrics, which are means over units."""
         del keys, train
-        found = self.law.scores(model, batch.traces)
+        found = self.distribution.scores(model, batch.traces)
         mask, lengths = batch.mask.astype(jnp.float32), batch.mask.sum(axis=1, keepdims=True)
         weights = self._weights(mask, jnp.maximum(lengths, 1), norms)
         acting = jnp.where(batch.is_fresh[:, None], jax.lax.stop_gradient(found.log_prob), batch.log_probs)
         log_ratio = jnp.where(batch.mask, found.log_prob - acting, 0.0)
-        ratio = jnp.exp(self._limited(self._of_attempts(log_ratio, jnp.maximum(lengths, 1))))
+        ratio = jnp.exp(self._limited(self._of_rollouts(log_ratio, jnp.maximum(lengths, 1))))
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
         bounded = ratio if self.clip_most is None else jnp.minimum(ratio, self.clip_most)
         gap = jnp.where(batch.mask, acting - batch.sampling_log_probs, 0.0)
@@ -164,7 +164,7 @@ class PolicyGradient(Objective):
             loss += self.kl_weight * (weights * kl).sum()
             metrics["kl"] = mean(kl)
         if self.value_weight:
-            values = self.law.values(model, batch.traces)
+            values = self.distribution.values(model, batch.traces)
             error = (mask * self._value_error(values, batch)).sum() / norms["units"]
             loss += self.value_weight * error
             metrics |= {"value_loss": error, "value": mean(values), "return": mean(batch.returns)}
@@ -183,7 +183,7 @@ class PolicyGradient(Objective):
         if (metrics.get("clip_fraction") or 0.0) > _MANY_CLIPPED:
             said.append(
                 f"more than {_MANY_CLIPPED:g} of the units are clipped (clip_fraction): the policy moves too far on "
-                "one collection. Lower --lr-schedule.peak-lr, or --practice.epochs"
+                "one collection. Lower --lr-schedule.peak-lr, or --rl.epochs"
             )
         if (metrics.get("approx_kl") or 0.0) > _FAR_NATS:
             said.append(
@@ -197,16 +197,16 @@ class PolicyGradient(Objective):
         """How much each unit counts."""
         if self.average == "units":
             return mask / norms["units"]
-        units: Any = lengths if self.average == "attempts" else self.max_units
-        return mask / (norms["attempts"] * units)
+        units: Any = lengths if self.average == "rollouts" else self.max_units
+        return mask / (norms["rollouts"] * units)
 
-    def _of_attempts(self, log_ratio: Float[Array, "b u"], lengths: Any) -> Array:
+    def _of_rollouts(self, log_ratio: Float[Array, "b u"], lengths: Any) -> Array:
         if self.ratio == "unit":
             return log_ratio
         total = jnp.sum(log_ratio, axis=1, keepdims=True)
         return jnp.broadcast_to(total if self.ratio == "product" else total / lengths, log_ratio.shape)
 
-    def _value_error(self, values: Float[Array, "b u"], batch: PracticeBatch) -> Float[Array, "b u"]:
+    def _value_error(self, values: Float[Array, "b u"], batch: RolloutBatch) -> Float[Array, "b u"]:
         """Half of the squared error; of a value that leaves its bounds, that at the bound if it is larger."""
         error = jnp.square(values - batch.returns)
         if self.value_clip is not None:

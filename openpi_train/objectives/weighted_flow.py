@@ -1,10 +1,10 @@
-"""Flow matching on a policy's own chunks, weighted by how good they were: learning from attempts by regression.
+"""Flow matching on a policy's own chunks, weighted by how good they were: learning from rollouts by regression.
 
     positive      what went better than expected is imitated; of rewards as advantages, filtered behaviour cloning
     exponential   advantage-weighted regression (Peng et al. 2019): exp(advantage / temperature), at most `most_weight`
 
 There is no ratio and no likelihood, so what acts may have no noise but the initial one. Read next: `flow_matching.py`,
-`indicator_flow.py`, `practice/robot_practice.py`.
+`indicator_flow.py`, `rl/robot_rl.py`.
 """
 
 import dataclasses
@@ -19,28 +19,28 @@ from openpi_train.fields import at_least
 from openpi_train.keys import of_parts
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.objective import Metrics, Norms, Objective
-from openpi_train.sampling.action_law import by_query
+from openpi_train.sampling.action_distribution import by_query
 from openpi_train.sampling.action_sampler import ActionSampler
-from openpi_train.sampling.chain_law import ChainLaw
-from openpi_train.sampling.flow_law import FlowLaw
-from openpi_train.types import ActionBatch, PracticeBatch, tree_of
+from openpi_train.sampling.chain_distribution import ChainDistribution
+from openpi_train.sampling.flow_distribution import FlowDistribution
+from openpi_train.types import ActionBatch, RolloutBatch, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedFlow(Objective):
     """The weighted mean over queries of the squared error of the velocity, towards the chunk that was drawn there.
 
-    Weights depend on attempts alone, so their sum is a denominator like any other.
+    Weights depend on rollouts alone, so their sum is a denominator like any other.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity"})
-    practises: ClassVar[bool] = True
-    scores_attempts: ClassVar[bool] = False
+    learns_from_rollouts: ClassVar[bool] = True
+    scores_rollouts: ClassVar[bool] = False
     kl_weight: ClassVar[float] = 0.0
     value_weight: ClassVar[float] = 0.0
 
     # How chunks are drawn while acting.
-    law: ChainLaw = dataclasses.field(default_factory=FlowLaw)
+    distribution: ChainDistribution = dataclasses.field(default_factory=FlowDistribution)
     # How advantages become weights.
     weights: Literal["positive", "exponential"] = "positive"
     # The advantage over which an exponential weight grows by a factor of e.
@@ -57,7 +57,7 @@ class WeightedFlow(Objective):
         if self.temperature > 0:
             return []
         return [
-            f"--objective.temperature {self.temperature} must be above 0: the lower, the more the best attempts count"
+            f"--objective.temperature {self.temperature} must be above 0: the lower, the more the best rollouts count"
         ]
 
     @property
@@ -66,9 +66,9 @@ class WeightedFlow(Objective):
 
     @property
     def action_sampler(self) -> ActionSampler:
-        return self.law.action_sampler
+        return self.distribution.action_sampler
 
-    def query_weights(self, batch: PracticeBatch) -> Float[Array, "b q"]:
+    def query_weights(self, batch: RolloutBatch) -> Float[Array, "b q"]:
         """The weight of every query; 0 of those that do not count."""
         b, queries = batch.traces.noisy.shape[:2]
         advantages, counts = (one.reshape(b, queries, -1)[..., 0] for one in (batch.advantages, batch.mask))
@@ -78,7 +78,7 @@ class WeightedFlow(Objective):
         exponent = jnp.minimum(advantages / self.temperature, jnp.log(jnp.float32(self.most_weight)))
         return jnp.where(counts, jnp.exp(exponent), 0.0)
 
-    def norms(self, batch: PracticeBatch) -> Norms:
+    def norms(self, batch: RolloutBatch) -> Norms:
         """The elements that count, times their weight and the draws; and the queries that count."""
         weights, (*_, horizon, dims) = self.query_weights(batch), batch.traces.noisy.shape
         elements = min(self.num_imitated or horizon, horizon) * dims * self.num_flow_draws
@@ -89,7 +89,7 @@ class WeightedFlow(Objective):
 
     @jax.named_scope("loss")
     def loss(
-        self, model: nnx.Module, batch: PracticeBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+        self, model: nnx.Module, batch: RolloutBatch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the weighted error."""
         del train
@@ -100,7 +100,7 @@ class WeightedFlow(Objective):
         flow, chunks = FlowMatching(num_flow_draws=self.num_flow_draws, augment=False), noisy[:, -1]
         noise, time = flow.draw(tree_of(ActionBatch, actions=chunks), of_parts(keys, queries))
         position, wanted = flow.path(chunks, noise, time)
-        velocity = network.velocity(self.law.seen(observation), position, time).astype(jnp.float32)
+        velocity = network.velocity(self.distribution.seen(observation), position, time).astype(jnp.float32)
         error = jnp.square(velocity - wanted)[:, :, : self.num_imitated].sum(axis=(1, 2, 3)).reshape(b, queries)
         weights = self.query_weights(batch)
         loss = (weights * error).sum() / norms["elements"]

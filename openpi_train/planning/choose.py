@@ -20,7 +20,7 @@ from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
 from openpi_train.planning.memory import Memory, predict
-from openpi_train.planning.practice_cost import PracticeCost
+from openpi_train.planning.rollout_cost import RolloutCost
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, tensor_bytes
 
 
@@ -75,11 +75,11 @@ def layout_cost(
     strategy: Strategy,
     fsdp_devices: int,
     machine: Machine,
-    practice: PracticeCost | None = None,
+    rl: RolloutCost | None = None,
 ) -> LayoutCost:
     """Bytes on a device and on the links under a strategy, of a `state` (`training/init.py: StateLayout`).
 
-    `experiment` is one for the machine's kind (`on_kind`); `practice` is what own attempts cost, of a run that makes
+    `experiment` is one for the machine's kind (`on_kind`); `rl` is what own rollouts cost, of a run that makes
     some.
     """
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
@@ -95,9 +95,7 @@ def layout_cost(
     @functools.cache
     def memory(num_micros: int) -> Memory:
         step = predict(cut, plan, num_micros=num_micros, dtype=dtype, unrolled=experiment.unroll_layers is True)
-        more = (
-            {} if practice is None else practice.on_device(experiment.batch_size, machine.num_devices // tensor_devices)
-        )
+        more = {} if rl is None else rl.on_device(experiment.batch_size, machine.num_devices // tensor_devices)
         if more.get("acting"):
             more["acting"] += step.compute_copy
         return dataclasses.replace(step, generation=generation, **more)
@@ -125,6 +123,6 @@ def layout_cost(
         flows=sent,
         beside=beside,
         beside_bytes=beside_bytes,
-        practice=practice,
+        rl=rl,
         uncut_share=plan.uncut_share({**state.shapes.frozen, **state.shapes.params}),
     )

@@ -12,7 +12,7 @@ from openpi_train.parallel.strategy import Strategy
 from openpi_train.planning.costs import RematCost
 from openpi_train.planning.links import Flow
 from openpi_train.planning.memory import Memory
-from openpi_train.planning.practice_cost import PracticeCost
+from openpi_train.planning.rollout_cost import RolloutCost
 from openpi_train.runtime.device_kinds import GIB, DeviceKind
 
 # Steps whose times differ by less count as equal, of two policies and of two strategies; then lower memory wins, in
@@ -64,7 +64,7 @@ class LayoutCost:
     `beside`, the part of it that is sent beside products (in bytes of one device: `beside_bytes`).
 
     `flows` also depends on the bytes that a tensor group sums per row. `uncut_share` of the parameters should be
-    sharded but stays whole (`Plan.uncut_share`). `practice` is what own attempts cost, of a run that makes some.
+    sharded but stays whole (`Plan.uncut_share`). `rl` is what own rollouts cost, of a run that makes some.
     """
 
     strategy: Strategy
@@ -75,7 +75,7 @@ class LayoutCost:
     beside: Callable[[int], Sequence[Flow]] = lambda num_micros: ()
     beside_bytes: Callable[[int], float] = lambda num_micros: 0.0
     uncut_share: float = 0.0
-    practice: PracticeCost | None = None
+    rl: RolloutCost | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,8 +256,8 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
         if memory.generation > memory.step:
             flags = (
                 "--eval.completions-per-device, or none in training: --eval.num-prompts 0"
-                if least.layout.practice is None
-                else "--practice.completions-per-device"
+                if least.layout.rl is None
+                else "--rl.completions-per-device"
             )
             why += (
                 "; without the texts that are generated between steps it needs "

@@ -54,7 +54,7 @@ class Memory:
     generation: int = 0
     # Of a robot policy that acts between its steps: its copy, and what its programs need.
     acting: int = 0
-    # The batch of own attempts that a step learns from: what was seen at every query.
+    # The batch of own rollouts that a step learns from: what was seen at every query.
     experience: int = 0
 
     @property
@@ -241,10 +241,10 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if memory.generation > memory.step:
         flags = ", ".join(size.flag for size in experiment.generation_sizes())
         advice.append(f"generate fewer texts at a time: less than {flags}")
-        if experiment.practice is None:
+        if experiment.rl is None:
             advice.append("complete no texts in training (`eval RUN` does so afterwards): --eval.num-prompts 0")
     elif memory.acting > memory.step:
-        advice.append("act in fewer episodes at a time: a smaller --practice.episodes-per-device")
+        advice.append("act in fewer episodes at a time: a smaller --rl.episodes-per-device")
     elif memory.activations > 0.1 * memory.total:
         advice.append(f"hold fewer rows at once: a smaller --batch-size, or --grad-accum {2 * experiment.grad_accum}")
     activations = (
@@ -255,7 +255,7 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Any) -
     if memory.acting:
         activations += f"; in place of all that a step needs, to act, {memory.acting / GIB:.1f} GiB"
     if memory.experience:
-        activations += f"; own attempts {memory.experience / GIB:.1f} GiB"
+        activations += f"; own rollouts {memory.experience / GIB:.1f} GiB"
     advice += experiment.model.smaller_runs
     computing = memory.grads + memory.micro_grads + memory.compute_copy + memory.layer
     raise DoesNotFit(

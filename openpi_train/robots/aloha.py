@@ -77,7 +77,7 @@ def _converted(values, gripper):
 
 
 def _finger_to_pi(opening):
-    """Finger opening 0..1 -> motor angle as a fraction of `_PI_RAD`, by the law of cosines for the linkage."""
+    """Finger opening 0..1 -> motor angle as a fraction of `_PI_RAD`, by the distribution of cosines for the linkage."""
     distance = _between(opening, _FINGER_M)
     sine = (_HORN_M**2 + distance**2 - _ROD_M**2) / (2 * _HORN_M * distance)
     return _fraction(np.arcsin(np.clip(sine, -1.0, 1.0)), _PI_RAD)

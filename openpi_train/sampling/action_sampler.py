@@ -60,7 +60,7 @@ class Chain:
 
     Time is flow time, or the diffusion step. All steps can be evaluated again in one pass, with gradients:
     `model.velocity(observation, chain.noisy[:, :-1], chain.time)`. `log_probs` are those of every value after a step,
-    where steps are drawn by a law.
+    where steps are drawn by a distribution.
     """
 
     time: Float[Array, "b steps"]

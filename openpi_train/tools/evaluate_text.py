@@ -165,8 +165,8 @@ def run(
 
 def _measured(running: Running, config: TextEvaluations, evaluated: Evaluated) -> dict[str, float]:
     values = {}
-    # An objective of own attempts has no loss on held-out texts; their perplexity is measured in any case.
-    losses = [] if running.trainer.objective.practises else [HeldOutLoss(running)]
+    # An objective of own rollouts has no loss on held-out texts; their perplexity is measured in any case.
+    losses = [] if running.trainer.objective.learns_from_rollouts else [HeldOutLoss(running)]
     for measure in (*losses, *config.measures(running)):
         if measure.is_due(evaluated.step):
             found = measure(evaluated)

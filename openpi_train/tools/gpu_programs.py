@@ -25,11 +25,11 @@ from openpi_train.planning.forecast import Forecast, Machine
 from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.targets import GpuTarget
 from openpi_train.policy.sampler import Sampler
-from openpi_train.practice.robot_practice import RobotPractice
-from openpi_train.practice.robot_query import query
+from openpi_train.rl.robot_query import query
+from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.action_law import ActionLaw
+from openpi_train.sampling.action_distribution import ActionDistribution
 from openpi_train.tools.lowered_generator import LoweredGenerator
 from openpi_train.tools.requests import Program
 from openpi_train.training.settling import Settling
@@ -81,11 +81,11 @@ def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = (
         )
     if program == "acting" and not _acts(experiment):
         return (
-            f"--program acting: {name} does not practise with a robot; what completes texts is compiled by --program "
+            f"--program acting: {name} does not learn from rollouts with a robot; what completes texts is compiled by --program "
             "reading and --program decoding"
         )
-    if program == "evaluation" and experiment.practice is not None:
-        return f"--program evaluation: {name} learns from its own attempts, and has no held-out loss"
+    if program == "evaluation" and experiment.rl is not None:
+        return f"--program evaluation: {name} learns from its own rollouts, and has no held-out loss"
     if offload != "none":
         return (
             f"--sharding.offload {offload} cannot be compiled for GPUs that are not there: jax leaves everything in "
@@ -108,8 +108,8 @@ def _slots_problem(experiment: Experiment, cameras: Sequence[str]) -> str | None
 
 
 def _acts(experiment: Experiment) -> bool:
-    return isinstance(experiment.practice, RobotPractice) and isinstance(
-        getattr(experiment.objective, "law", None), ActionLaw
+    return isinstance(experiment.rl, RobotRL) and isinstance(
+        getattr(experiment.objective, "distribution", None), ActionDistribution
     )
 
 
@@ -147,15 +147,15 @@ class Training:
 
     def query(self) -> Any:
         """What draws chunks for as many episodes as a device acts in at a time."""
-        practice: Any = self.experiment.practice
-        law: Any = getattr(self.trainer.objective, "law", None)
+        rl: Any = self.experiment.rl
+        distribution: Any = getattr(self.trainer.objective, "distribution", None)
         plan = self.trainer.plan
-        rows = plan.num_row_groups * min(practice.episodes_per_device, practice.num_attempts // plan.num_row_groups)
+        rows = plan.num_row_groups * min(rl.episodes_per_device, rl.num_rollouts // plan.num_row_groups)
         seen = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[2:]), leaf.dtype), self.batch.traces.observation
         )
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
-        program = row_sampling.program(self.trainer, query(as_policy(self.trainer.model), law))
+        program = row_sampling.program(self.trainer, query(as_policy(self.trainer.model), distribution))
         return jax.jit(program).lower(self._params, *_placed(plan.batch, (seen, data)))
 
     def evaluation(self) -> Any:

@@ -89,8 +89,8 @@ def summary(folder: Path, run: RunFiles) -> RunSummary:
         best=lowest_loss(evaluations),
         samples_per_s=run.newest("samples_per_s"),
         goodput=run.goodput,
-        success=run.last("success/all") if run.last("success/all") is not None else run.last("practice/success"),
-        reward=run.last("practice/reward"),
+        success=run.last("success/all") if run.last("success/all") is not None else run.last("rl/success"),
+        reward=run.last("rl/reward"),
         checkpoints=run.checkpoints,
         age_s=max(time.time() - _written_at(run.path), 0.0),
     )

@@ -40,7 +40,7 @@ class Report:
     model_flops_per_row: float
     forecasts: Sequence[Forecast]
     recommended: Forecast | None
-    # Of the recommended one, or else the first; None of a run that makes no attempts of its own.
+    # Of the recommended one, or else the first; None of a run that makes no rollouts of its own.
     iteration: Iteration | None
     why: str
     assumptions: Sequence[str]
@@ -176,7 +176,7 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
         model_flops_per_row=found[0].policy.model_flops_per_row,
         forecasts=found,
         recommended=chosen,
-        iteration=None if one.layout.practice is None else forecast_iteration(one.layout.practice, one),
+        iteration=None if one.layout.rl is None else forecast_iteration(one.layout.rl, one),
         why=why,
         assumptions=_assumptions(experiment, machine),
     )
@@ -204,9 +204,9 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
         lines.append("what tensor groups sum: counted in the traced step")
     if sharding.offload != "none":
         lines.append(f"host memory: {HOST_LINK_GB_S} GB/s each way (PCIe 4.0 x16), beside nothing but the update")
-    if experiment.practice is not None:
+    if experiment.rl is not None:
         lines.append(
-            f"own attempts: as long as is allowed; parameters and cache are read at {DECODING_MEMORY_SHARE:.0%} of "
+            f"own rollouts: as long as is allowed; parameters and cache are read at {DECODING_MEMORY_SHARE:.0%} of "
             f"{kind.memory_gb_s:g} GB/s to make a token; simulators and reward functions take no time"
         )
     return [

@@ -39,7 +39,7 @@ def tables(report: "Report") -> str:
             f"acts between steps: beside the state {one.memory.acting / GIB:.2f} GiB in place of all that a step needs"
         )
     if one.memory.experience:
-        head.append(f"own attempts of a step: {one.memory.experience / GIB:.3f} GiB on each device, beside the rest")
+        head.append(f"own rollouts of a step: {one.memory.experience / GIB:.3f} GiB on each device, beside the rest")
     state = "State and gradients, GiB on each device; bytes sent with one micro-batch:"
     policies = "Per row, of the traced step (activations: an estimate; FLOPs: counted, recomputation included):"
     choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"

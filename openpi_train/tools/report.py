@@ -34,7 +34,7 @@ def html_of(runs: Sequence[RunFiles], *, with_batches: bool, experiment: str | N
     like = None if experiment is None else registry.load(experiment)
     parts: dict[str, Callable[[RunFiles], str]] = {
         "Evaluation": report_parts.evaluations,
-        **({"Own attempts": report_parts.own_attempts} if any(run.practises for run in runs) else {}),
+        **({"Own rollouts": report_parts.own_rollouts} if any(run.learns_from_rollouts for run in runs) else {}),
         "Time": report_parts.time_split,
         "Memory": report_parts.memory,
         **({"Bound of a step": report_parts.gpu_step} if any(run.has_gpu_step for run in runs) else {}),

@@ -20,7 +20,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
 from openpi_train.policy.experiment_json import experiment_from_json
-from openpi_train.practice.shown import ATTEMPTS
+from openpi_train.rl.shown import ROLLOUTS
 from openpi_train.runtime.exits import RunError
 from openpi_train.runtime.waiting import duration
 from openpi_train.tools import figures
@@ -54,25 +54,25 @@ _CURVES: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Learning rate", "learning rate", False, {"learning_rate": "learning rate"}),
     ("Gradient norm, before clipping", "norm", True, {"grad_norm": "gradient"}),
     ("Speed", "samples/s", False, {"samples_per_s": "samples/s"}),
-    ("Reward of own attempts", "reward", False, {"practice/reward": "mean"}),
-    ("Groups of own attempts whose outcomes differ", "share", False, {"practice/groups_mixed": "groups"}),
-    ("Length of own attempts", "units", False, {f"practice/length_{name}": name for name in ("mean", "min", "max")}),
+    ("Reward of own rollouts", "reward", False, {"rl/reward": "mean"}),
+    ("Groups of own rollouts whose outcomes differ", "share", False, {"rl/groups_mixed": "groups"}),
+    ("Length of own rollouts", "units", False, {f"rl/length_{name}": name for name in ("mean", "min", "max")}),
     ("Entropy of the policy", "nats", False, {"entropy": "entropy"}),
     ("Divergence of the policy", "nats", False, {"approx_kl": "from the acting policy", "kl": "from the reference"}),
-    ("Divergence of an attempt from the reference, in the reward", "nats", False, {"practice/kl": "mean"}),
-    ("Weight of that divergence", "weight", False, {"practice/kl_weight": "weight"}),
+    ("Divergence of a rollout from the reference, in the reward", "nats", False, {"rl/kl": "mean"}),
+    ("Weight of that divergence", "weight", False, {"rl/kl_weight": "weight"}),
     ("Values by the critic", "value", False, {"value": "said", "return": "came"}),
     ("Squared error of the critic", "value squared", True, {"value_loss": "critic"}),
     ("Units whose ratio is clipped", "share", False, {"clip_fraction": "clipped"}),
-    ("Speed of acting", "units/s", False, {"practice/units_per_s": "units/s"}),
+    ("Speed of acting", "units/s", False, {"rl/units_per_s": "units/s"}),
 )
-_SUCCESS = "practice/success"
+_SUCCESS = "rl/success"
 
 
 def curves(runs: Sequence[RunFiles]) -> str:
     """Every curve of one run, or of several in one figure."""
     parts = []
-    for title, unit, logarithmic, metrics in (*_CURVES, *_success_of_attempts(runs), *_own_curves(runs)):
+    for title, unit, logarithmic, metrics in (*_CURVES, *_success_of_rollouts(runs), *_own_curves(runs)):
         series = {
             (label if len(runs) == 1 else f"{run.name}: {label}"): points
             for run in runs
@@ -94,11 +94,11 @@ def curves(runs: Sequence[RunFiles]) -> str:
     return beside(parts)
 
 
-def _success_of_attempts(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
+def _success_of_rollouts(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
     """One figure with a curve per task, and one of all."""
     names = sorted({name for run in runs for line in run.metrics for name in line if name.startswith(f"{_SUCCESS}/")})
-    labels = {_SUCCESS: "all attempts", **{name: name.removeprefix(f"{_SUCCESS}/") for name in names}}
-    return [("Success of own attempts, which are made with noise", "share", False, labels)]
+    labels = {_SUCCESS: "all rollouts", **{name: name.removeprefix(f"{_SUCCESS}/") for name in names}}
+    return [("Success of own rollouts, which are made with noise", "share", False, labels)]
 
 
 def _own_curves(runs: Sequence[RunFiles]) -> list[tuple[str, str, bool, dict[str, str]]]:
@@ -282,16 +282,16 @@ def evaluations(run: RunFiles) -> str:
     return "".join(parts)
 
 
-def own_attempts(run: RunFiles) -> str:
-    """Attempts of the first and the last iteration of which some were kept to look at."""
-    folders = sorted((path.parent for path in run.path.glob(f"attempts/*/{ATTEMPTS}")), key=lambda path: int(path.name))
+def own_rollouts(run: RunFiles) -> str:
+    """Rollouts of the first and the last iteration of which some were kept to look at."""
+    folders = sorted((path.parent for path in run.path.glob(f"rollouts/*/{ROLLOUTS}")), key=lambda path: int(path.name))
     if not folders:
-        raise Missing("no attempts are kept yet: a run keeps some with --practice.num-shown N.")
-    return "".join(map(_attempts, dict.fromkeys((folders[0], folders[-1]))))
+        raise Missing("no rollouts are kept yet: a run keeps some with --rl.num-shown N.")
+    return "".join(map(_rollouts, dict.fromkeys((folders[0], folders[-1]))))
 
 
-def _attempts(folder: Path) -> str:
-    lines = [line for _, line in read_json_lines(folder / ATTEMPTS)]
+def _rollouts(folder: Path) -> str:
+    lines = [line for _, line in read_json_lines(folder / ROLLOUTS)]
     rows = [[line["context"], line["reward"], line["units"], "yes" if line["is_cut"] else "no"] for line in lines]
     parts = [table(["context", "reward", "units", "ended by a limit"], rows)]
     films = [(folder / line["video"], line["what"]) for line in lines if line["video"]]

@@ -139,7 +139,7 @@ class CompileRequest(AheadRequest):
     # Camera slots that the rows fill; none: those of the data.
     cameras: Annotated[tuple[str, ...], one_word(lambda text: tuple(text.split(",")), "A,B")] = ()
     # The program: the training step; sampling: of action chunks, for --batch-size observations; acting: a query of
-    # practice; reading, decoding: of prompts, and of tokens, where the run completes texts; evaluation: held-out loss.
+    # RL; reading, decoding: of prompts, and of tokens, where the run completes texts; evaluation: held-out loss.
     program: Program = "step"
     # Write the compiled program (HLO) to this file.
     dump: Path | None = None

@@ -115,9 +115,9 @@ class RunFiles:
         return None if self.account is None else share(self.account)
 
     @property
-    def practises(self) -> bool:
-        """Whether it learns from its own attempts."""
-        return self.experiment.get("practice") is not None
+    def learns_from_rollouts(self) -> bool:
+        """Whether it learns from its own rollouts."""
+        return self.experiment.get("rl") is not None
 
     @property
     def checkpoints(self) -> list[int]:

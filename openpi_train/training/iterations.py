@@ -1,4 +1,4 @@
-"""`distributed_training_results.json`: what a run that practises achieved, iteration by iteration.
+"""`distributed_training_results.json`: what a run that learns from its own rollouts achieved, iteration by iteration.
 
 The names are those of the RIPT trainers for pi0, for programs that read them. All numbers come from `metrics.jsonl` and
 `results.json`, so a run that goes on has its earlier iterations, too. Read next: `results.py`, `run.py`, the caller.
@@ -14,11 +14,11 @@ from openpi_train.data.core.files import read_json, write_json
 from openpi_train.runtime.exits import CheckpointError, reported_as
 
 FILE = "distributed_training_results.json"
-_ITERATION, _ATTEMPTS = "practice/iteration", "practice/attempts"
+_ITERATION, _ROLLOUTS = "rl/iteration", "rl/rollouts"
 # The names there, and ours.
 _NAMES = {
-    "mean_reward": "practice/reward",
-    "success_rate": "practice/success",
+    "mean_reward": "rl/reward",
+    "success_rate": "rl/success",
     "mean_loss": "loss",
     "learning_rate": "learning_rate",
     "grad_norm": "grad_norm",
@@ -26,7 +26,7 @@ _NAMES = {
     "acting_s": "time/acting_s",
     "interval_s": "time/interval_s",
 }
-_TASKS = "practice/success/"
+_TASKS = "rl/success/"
 
 
 def write_iterations(directory: Path) -> None:
@@ -69,12 +69,12 @@ def iterations_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _entry(number: int, lines: list[Mapping[str, Any]]) -> dict[str, Any]:
     tasks = [name for name in lines[-1] if name.startswith(_TASKS)]
-    # Lines of older versions have no number of attempts.
-    attempts = lines[-1].get(_ATTEMPTS)
+    # Lines of older versions have no number of rollouts.
+    rollouts = lines[-1].get(_ROLLOUTS)
     return {
         "iteration": number,
         "step": lines[-1]["step"],
-        "total_episodes": None if attempts is None else int(attempts),
+        "total_episodes": None if rollouts is None else int(rollouts),
         **{theirs: _mean(lines, ours) for theirs, ours in _NAMES.items() if ours in lines[-1]},
         "success_rates": {name.removeprefix(_TASKS): _mean(lines, name) for name in tasks},
     }

@@ -17,10 +17,10 @@ from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import layout_cost, layouts, planned
 from openpi_train.planning.costs import ROWS, RematCost, cost
 from openpi_train.planning.forecast import Forecast, LayoutCost, Machine, forecast, is_settled
-from openpi_train.planning.practice_cost import PracticeCost
+from openpi_train.planning.rollout_cost import RolloutCost
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.step import Trainer
-from openpi_train.training.traced_practice import practice_cost
+from openpi_train.training.traced_rl import rollout_cost
 
 # From a number of rows to the batch's shapes, as a tree of `jax.ShapeDtypeStruct`.
 BatchSpec = Callable[[int], Any]
@@ -73,8 +73,8 @@ def forecasts(
 
     Unless `of_all_policies`, for the policy that recomputes least alone where each of its steps is small.
     """
-    practice = traced_practice(experiment, layout, batch_spec)
-    costs = layout_costs(experiment, layout, machine, practice)
+    rl = traced_rl(experiment, layout, batch_spec)
+    costs = layout_costs(experiment, layout, machine, rl)
 
     def with_policies(policies: Iterable[RematCost]) -> list[list[Forecast]]:
         return [
@@ -90,25 +90,23 @@ def forecasts(
 
 
 def layout_costs(
-    experiment: Experiment, layout: StateLayout, machine: Machine, practice: PracticeCost | None = None
+    experiment: Experiment, layout: StateLayout, machine: Machine, rl: RolloutCost | None = None
 ) -> list[LayoutCost]:
-    """The cost of the state per device, and of own attempts, under every strategy that the flags allow."""
+    """The cost of the state per device, and of own rollouts, under every strategy that the flags allow."""
     open_strategies = layouts(experiment, machine.num_devices, machine.devices_per_host)
-    return [layout_cost(experiment, layout, *one, machine, practice) for one in open_strategies]
+    return [layout_cost(experiment, layout, *one, machine, rl) for one in open_strategies]
 
 
-def traced_practice(
-    experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None
-) -> PracticeCost | None:
-    """What own attempts cost; None if the run makes none."""
-    if experiment.practice is None:
+def traced_rl(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> RolloutCost | None:
+    """What own rollouts cost; None if the run makes none."""
+    if experiment.rl is None:
         return None
     # Nothing is kept for a backward pass.
     one = dataclasses.replace(next(iter(experiment.remat_choices().values())), grad_accum=1)
     whole = planned(one, "replicated", 1, one.sharding.tensor_devices)
     trainer = make_trainer(one, state.of(one.model), whole)
     batch = batch_spec(ROWS) if batch_spec else one.batch_spec(ROWS)
-    return practice_cost(one, trainer, {**state.shapes.frozen, **state.shapes.params}, batch)
+    return rollout_cost(one, trainer, {**state.shapes.frozen, **state.shapes.params}, batch)
 
 
 def policy_costs(

@@ -361,5 +361,5 @@ class Run:
             proportions=self.feed.proportions(),
             bad_records=bad_records,
         )
-        if self.experiment.practice is not None:
+        if self.experiment.rl is not None:
             write_iterations(self.directory)

@@ -358,7 +358,7 @@ def open_if_ready(experiment: Experiment) -> OpenedData | None:
 
 def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> list[Any]:
     """Every shape in which these data give batches to the experiment's model, the largest last."""
-    if experiment.practice is not None:
+    if experiment.rl is not None:
         return [experiment.batch_spec(batch_size, data)]
     return data.batch_specs(batch_size) or [experiment.data.batch_spec(experiment.model, batch_size)]
 
@@ -366,15 +366,15 @@ def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> li
 def _in_steps(
     num_epochs: int, experiment: Experiment, data: OpenedData, begun: tuple[int, Mapping[str, Any]] | None = None
 ) -> int:
-    """The optimizer steps of `num_epochs` passes over the samples, or of practice over its contexts.
+    """The optimizer steps of `num_epochs` passes over the samples, or of RL over its contexts.
 
     `begun` is where the run goes on (`resume_point.begun`): the steps before may have had another batch size.
     """
-    practice, size = experiment.practice, experiment.batch_size
+    rl, size = experiment.rl, experiment.batch_size
     what, number, at_a_time, each = "samples", data.num_samples, size, 1
-    if practice is not None:
-        what, number = "contexts", practice.num_contexts(experiment.data, data)
-        at_a_time, each = practice.num_groups, practice.steps_per_iteration(size)
+    if rl is not None:
+        what, number = "contexts", rl.num_prompts(experiment.data, data)
+        at_a_time, each = rl.num_groups, rl.steps_per_iteration(size)
     before, seen = _seen(begun, at_a_time) if begun is not None else (0, 0)
     steps = before + each * max(math.ceil((num_epochs * number - seen) / at_a_time), 0)
     logger.info("%d epochs of %d %s, %d at a time: %d steps", num_epochs, number, what, at_a_time, steps)

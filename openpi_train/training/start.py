@@ -26,7 +26,7 @@ from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch import status
 from openpi_train.parallel.state import TrainState
-from openpi_train.practice.practice_feed import PracticeFeed
+from openpi_train.rl.rollout_feed import RolloutFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
 from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
@@ -181,13 +181,13 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
 
 
 def open_feed(experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path) -> Feed:
-    """The run's batches: of its data, or of its own attempts. Every process must call it."""
+    """The run's batches: of its data, or of its own rollouts. Every process must call it."""
     cores = usable_cores() // agree.gather("hosts of the processes", platform.node()).count(platform.node())
-    if experiment.practice is None:
+    if experiment.rl is None:
         how: Any = {"sharding": trainer.plan.batch, "num_workers": experiment.num_workers, "cores": cores}
         return data.feed(batch_size=experiment.batch_size, **how)
-    actor = experiment.practice.actor(running_of(experiment, trainer, data, directory), experiment.data)
-    return PracticeFeed(experiment.practice, actor, trainer, batch_size=experiment.batch_size, directory=directory)
+    actor = experiment.rl.actor(running_of(experiment, trainer, data, directory), experiment.data)
+    return RolloutFeed(experiment.rl, actor, trainer, batch_size=experiment.batch_size, directory=directory)
 
 
 @phase("making the state")
@@ -261,8 +261,8 @@ def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData, d
 def running_of(
     experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path, *, with_rows: bool = False
 ) -> Running:
-    """The run as measures and actors see it, with its held-out rows if asked; of own attempts there are none."""
-    with_rows &= experiment.practice is None
+    """The run as measures and actors see it, with its held-out rows if asked; of own rollouts there are none."""
+    with_rows &= experiment.rl is None
     rows = data.held_out(experiment.eval.num_rows, experiment.batch_size, trainer.plan.batch) if with_rows else []
     return Running(
         trainer=trainer,
@@ -281,7 +281,7 @@ def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] 
     return Recorder(
         batch_size=experiment.batch_size,
         peak_flops=peak * jax.device_count() if peak else None,
-        counted_s={"data": lambda: feed.wait_s, **({"acting": lambda: feed.acting_s} if experiment.practice else {})},
+        counted_s={"data": lambda: feed.wait_s, **({"acting": lambda: feed.acting_s} if experiment.rl else {})},
         row_names=feed.rows,
         stop_on_nan=experiment.on_nan == "stop",
         unread=unread,

@@ -41,8 +41,8 @@ def check_files(given: Experiment, experiment: Experiment, together: Together) -
     with together:
         experiment.eval.require()
     with together:
-        if experiment.practice is not None:
-            experiment.practice.require()
+        if experiment.rl is not None:
+            experiment.rl.require()
     with together:
         if begins(given):
             check_start_weights(experiment)
@@ -58,24 +58,24 @@ def examine_data(experiment: Experiment, together: Together) -> list[str]:
 def check_start_weights(experiment: Experiment) -> None:
     """Raise CheckpointError for weights that the model cannot start from, as far as it is soon known.
 
-    Raises UsageError for a policy whose law would read what it predicts as something else: noise as a velocity.
+    Raises UsageError for a policy whose distribution would read what it predicts as something else: noise as a velocity.
     """
     with reported_as(CheckpointError):
         experiment.weight_loader.check(experiment.model)
-    if experiment.practice is None or (recorded := experiment.weight_loader.objective()) is None:
+    if experiment.rl is None or (recorded := experiment.weight_loader.objective()) is None:
         return
     try:
         trained = config_from_json(recorded, Objective, "objective", classes_of(experiment.objective))
     except CheckpointError:  # a class of a file that this run does not name: it knows what it does
         return
-    law = type(getattr(experiment.objective, "law", None)).__name__
+    distribution = type(getattr(experiment.objective, "distribution", None)).__name__
     one, other = (type(getattr(objective, "action_sampler", None)) for objective in (trained, experiment.objective))
     if {one, other} == {FlowSampler, DenoisingSampler}:
         raise UsageError(
-            f"--weight-loader.params-path was trained by {type(trained).__name__}, for a {one.__name__}, and the law "
-            f"{law} acts by a {other.__name__}: what the policy predicts would be "
-            "read as something else. Give the objective of practice the law of the training: DenoisingLaw after "
-            "Diffusion, FlowLaw after FlowMatching"
+            f"--weight-loader.params-path was trained by {type(trained).__name__}, for a {one.__name__}, and the distribution "
+            f"{distribution} acts by a {other.__name__}: what the policy predicts would be "
+            "read as something else. Give the objective of RL the distribution of the training: DenoisingDistribution after "
+            "Diffusion, FlowDistribution after FlowMatching"
         )
 
 

@@ -34,11 +34,11 @@ from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, Lion
 from openpi_train.parallel.params import module_params
-from openpi_train.practice.estimator import AdvantageEstimator
-from openpi_train.practice.rewards.text_reward import TextReward
-from openpi_train.practice.text_practice import TextPractice
+from openpi_train.rl.estimator import AdvantageEstimator
+from openpi_train.rl.rewards.text_reward import TextReward
+from openpi_train.rl.text_rl import TextRL
 from openpi_train.runtime.exits import USAGE, CheckpointError, UsageError
-from openpi_train.sampling.token_law import TokenLaw
+from openpi_train.sampling.token_distribution import TokenDistribution
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +95,13 @@ def test_an_algorithm_is_a_model_an_objective_and_data(started, algorithm, model
 PRACTISED = ("--config", "config_rlhf_example.yaml", "--algorithm")
 
 
-def test_ppo_is_a_policy_with_a_critic_and_a_reference_that_practises(started):
+def test_ppo_is_a_policy_with_a_critic_and_a_reference_that_learns_from_rollouts(started):
     found = run(started, *PRACTISED, "ppo")
     assert found.model == ActorCriticConfig(policy=found.model.policy, with_reference=True)
     assert found.objective == PolicyGradient(
-        law=TokenLaw(temperature=1.0, top_k=50), value_weight=0.5, entropy_weight=0.01
+        distribution=TokenDistribution(temperature=1.0, top_k=50), value_weight=0.5, entropy_weight=0.01
     )
-    assert found.practice == TextPractice(
+    assert found.rl == TextRL(
         num_groups=8,
         group_size=1,
         epochs=2,
@@ -122,11 +122,11 @@ def test_grpo_compares_completions_of_a_prompt(started, project):
     found = run(started, *PRACTISED, "grpo")
     assert type(found.model) is ReferencedConfig and found.objective.kl_weight == 0.1
     rewards = (TextReward(name="./rewards.py:vowels"), TextReward(name="number_match", weight=2.0))
-    assert found.practice == TextPractice(num_groups=2, group_size=4, epochs=1, rewards=rewards, max_new_tokens=12)
+    assert found.rl == TextRL(num_groups=2, group_size=4, epochs=1, rewards=rewards, max_new_tokens=12)
     assert found.eval.scores == ("number_match",)
     fitted, _ = adapt(found, 4, None)
     fitted.check(4)
-    assert (fitted.batch_size, fitted.practice.num_groups) == (32, 8)
+    assert (fitted.batch_size, fitted.rl.num_groups) == (32, 8)
     # A reward that compares needs what it compares with.
     (project / "only.yaml").write_text(
         "model: {name: ./model}\ngrpo: {reward_functions: [exact_match]}\ndata: {train_file: data/pairs.jsonl}\n"
@@ -138,12 +138,12 @@ def test_grpo_compares_completions_of_a_prompt(started, project):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "model", "objective", "practice", "rate"),
+    ("algorithm", "model", "objective", "rl", "rate"),
     [
         (
             "ppo",
             ActorCriticConfig,
-            PolicyGradient(law=TokenLaw(temperature=0.7), value_weight=0.1),
+            PolicyGradient(distribution=TokenDistribution(temperature=0.7), value_weight=0.1),
             {
                 "num_groups": 4,
                 "group_size": 1,
@@ -155,14 +155,14 @@ def test_grpo_compares_completions_of_a_prompt(started, project):
         ("grpo", LanguageConfig, PolicyGradient(), {"num_groups": 1, "group_size": 8}, 1e-6),
     ],
 )
-def test_absent_keys_of_practice_have_published_values(started, project, algorithm, model, objective, practice, rate):
+def test_absent_keys_of_rl_have_published_values(started, project, algorithm, model, objective, rl, rate):
     (project / "short.yaml").write_text(
         "model: {name: ./model}\nreward_functions: [number_match]\ndata: {train_file: data/prompts.jsonl}\n"
     )
     found = run(started, "--config", "short.yaml", "--algorithm", algorithm, "--data.max-length", "256")
     rewards = (TextReward(name="number_match"),)
     assert type(found.model) is model and found.objective == objective
-    assert found.practice == TextPractice(max_new_tokens=256, rewards=rewards, **practice)
+    assert found.rl == TextRL(max_new_tokens=256, rewards=rewards, **rl)
     assert (found.lr_schedule.peak_lr, found.num_epochs, found.eval.num_prompts) == (rate, 3, 0)
     with pytest.raises(UsageError, match="leave none for the prompt"):  # in this model's context
         found.check(1)

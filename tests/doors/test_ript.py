@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from openpi_train_configs import fast, tabletop_practice, tabletop_runs
-from practice.reaching import REACHING, TABLETOP, reaching
+from openpi_train_configs import fast, tabletop_rl, tabletop_runs
+from rl.reaching import REACHING, TABLETOP, reaching
 
 from openpi_train import cli, train_verbs
 from openpi_train.data.core.files import write_json
@@ -16,12 +16,12 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import SGD, AdamW
-from openpi_train.practice.estimator import AdvantageEstimator
-from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.rl.estimator import AdvantageEstimator
+from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.runtime.exits import UsageError
-from openpi_train.sampling.action_token_law import ActionTokenLaw
-from openpi_train.sampling.denoising_law import DenoisingLaw
-from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
+from openpi_train.sampling.denoising_distribution import DenoisingDistribution
+from openpi_train.sampling.flow_distribution import FlowDistribution
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -52,15 +52,15 @@ def run(started, *words) -> Experiment:
     return started[-1]
 
 
-def test_a_run_practises_as_its_config_says(started, caplog):
+def test_a_run_learns_from_rollouts_as_its_config_says(started, caplog):
     caplog.set_level("INFO")
     found = run(started)
     assert "algo.rloo_batch_size: 4" in caplog.text and "model, robot and environment: those of reach" in caplog.text
     assert (found.name, found.exp_name, found.checkpoint_base_dir) == ("ript", "ours", "out")
     assert (found.model, found.data) == (reaching.model, reaching.data)
     assert found.weight_loader.params_path == "run/2"
-    assert found.objective == PolicyGradient(law=FlowLaw(num_steps=2, noise=1.0), average="attempts")
-    assert found.practice == RobotPractice(
+    assert found.objective == PolicyGradient(distribution=FlowDistribution(num_steps=2, noise=1.0), average="rollouts")
+    assert found.rl == RobotRL(
         env=TABLETOP,
         tasks=("reach_blue",),
         num_groups=2,
@@ -82,39 +82,39 @@ def test_a_run_practises_as_its_config_says(started, caplog):
 def test_groups_and_rate_grow_with_the_devices_and_the_length_stays(started, devices, rate):
     fitted, lines = adapt(run(started), devices, None)
     fitted.check(devices)
-    assert (fitted.practice.num_groups, fitted.batch_size, fitted.num_train_steps) == (2 * devices, 8 * devices, 15)
+    assert (fitted.rl.num_groups, fitted.batch_size, fitted.num_train_steps) == (2 * devices, 8 * devices, 15)
     assert fitted.lr_schedule.kind == "constant" and fitted.lr_schedule.peak_lr == pytest.approx(rate)
     assert lines[-1].startswith(f"learning rate: peak {rate:g} = 0.0001 x {rate / 1e-4:g} (sqrt")
 
 
 def test_flags_take_precedence(started):
-    found = run(started, "--practice.epochs", "1", "--lr-schedule.peak-lr", "3e-4", "--exp-name", "other")
-    assert (found.practice.epochs, found.lr_schedule.peak_lr, found.exp_name) == (1, 3e-4, "other")
+    found = run(started, "--rl.epochs", "1", "--lr-schedule.peak-lr", "3e-4", "--exp-name", "other")
+    assert (found.rl.epochs, found.lr_schedule.peak_lr, found.exp_name) == (1, 3e-4, "other")
 
 
 def test_an_experiment_and_an_environment_may_be_named(started):
-    assert run(started, "--experiment", REACHING).practice.env == TABLETOP
+    assert run(started, "--experiment", REACHING).rl.env == TABLETOP
     Path("ours.yaml").write_text(CONFIG.replace("[reach_blue]", "[0, 9]"))
     found = run(started, "--env", "tabletop")
-    assert found.practice.env == found.eval.closed_loop.env == TabletopEnv()
+    assert found.rl.env == found.eval.closed_loop.env == TabletopEnv()
     Path("ours.yaml").write_text("training: {optimizer: {type: SGD, momentum: 0.5}}")
     found = run(started, "--experiment", "tabletop_few_rloo")
-    # What practises already goes on in its own way.
-    own = tabletop_practice.tabletop_few_rloo
-    assert found.objective == own.objective and found.practice.execute == own.practice.execute
+    # What learns from rollouts already goes on in its own way.
+    own = tabletop_rl.tabletop_few_rloo
+    assert found.objective == own.objective and found.rl.execute == own.rl.execute
     assert found.optimizer == SGD(momentum=0.5)
 
 
-def test_the_law_is_that_of_what_the_policy_was_trained_with():
-    diffusion = ript.practising(tabletop_runs.tabletop_dp, None)
+def test_the_distribution_is_that_of_what_the_policy_was_trained_with():
+    diffusion = ript.learning(tabletop_runs.tabletop_dp, None)
     schedule = tabletop_runs.tabletop_dp.objective.noise_schedule
-    assert diffusion.objective.law == DenoisingLaw(num_steps=10, noise_schedule=schedule)
-    tokens = ript.practising(fast.pi0_fast_tiny, TabletopEnv())
-    assert isinstance(tokens.objective.law, ActionTokenLaw)
+    assert diffusion.objective.distribution == DenoisingDistribution(num_steps=10, noise_schedule=schedule)
+    tokens = ript.learning(fast.pi0_fast_tiny, TabletopEnv())
+    assert isinstance(tokens.objective.distribution, ActionTokenDistribution)
     for found in (diffusion, tokens):
         counts = {"batch_size": 8, "num_train_steps": 8, "save_interval": 8}
-        practice = dataclasses.replace(found.practice, num_groups=4, group_size=2)
-        dataclasses.replace(found, exp_name="x", practice=practice, **counts).check(1)
+        rl = dataclasses.replace(found.rl, num_groups=4, group_size=2)
+        dataclasses.replace(found, exp_name="x", rl=rl, **counts).check(1)
 
 
 def test_precision_of_a_diffusion_policy(started):
@@ -128,7 +128,7 @@ def test_precision_of_a_diffusion_policy(started):
     ("config", "words", "message"),
     [
         ("seed: 1", (), "no policy: give policy_path in the config"),
-        ("policy_path: nowhere", (), "practice begins from: name the run of one that is there"),
+        ("policy_path: nowhere", (), "RL begins from: name the run of one that is there"),
         (
             "policy_path: ./output/tabletop_few/quick_distributed_test",
             (),
@@ -154,10 +154,10 @@ def test_the_config_of_the_quick_test_can_run_on_two_devices(monkeypatch, starte
     assert cli.run(["ript", *words]) == 0
     fitted, _ = adapt(started[-1], 2, None)
     fitted.check(2)
-    assert fitted.resume and fitted.practice.num_attempts == 64
+    assert fitted.resume and fitted.rl.num_rollouts == 64
 
 
 def test_tasks_that_are_not_there_are_refused_before_anything_starts(started):
     Path("ours.yaml").write_text(CONFIG.replace("[reach_blue]", "[0, 2]"))
-    with pytest.raises(UsageError, match=r"--practice.tasks 0 2: there is no task 2; TabletopEnv has 0 reach_red, 1"):
+    with pytest.raises(UsageError, match=r"--rl.tasks 0 2: there is no task 2; TabletopEnv has 0 reach_red, 1"):
         run(started).check(1)

@@ -26,8 +26,8 @@ def test_the_guide_is_a_run_of_so_many_iterations_on_any_number_of_devices():
     translated = translate_ript(GUIDE)
     assert (translated.policy, translated.env) == ("checkpoints/pi0_libero", "tabletop")
     flags = {flag[0]: " ".join(flag[1:]) for flag in translated.flags}
-    # 8 attempts on a device, all in each of the 4 steps of an iteration.
-    counts = {"practice.group-size": "2", "practice.num-groups": "4", "practice.epochs": "4", "batch-size": "8"}
+    # 8 rollouts on a device, all in each of the 4 steps of an iteration.
+    counts = {"rl.group-size": "2", "rl.num-groups": "4", "rl.epochs": "4", "batch-size": "8"}
     steps = {"num-train-steps": "80", "save-interval": "40", "log-interval": "4", "grad-accum": "1"}
     rates = {"lr-schedule.peak-lr": "1e-05", "lr-scaling": "sqrt", "reference-batch-size": "8"}
     others = {
@@ -35,14 +35,14 @@ def test_the_guide_is_a_run_of_so_many_iterations_on_any_number_of_devices():
         "checkpoint-base-dir": "pi0/ript/output/distributed",
         "weight-loader.params-path": "checkpoints/pi0_libero",
         "data.datasets.0.norm-stats": "checkpoints/pi0_libero/norm_stats.json",
-        "practice.mixed-only": "",
+        "rl.mixed-only": "",
         # 20 tries of a group are 5 waves of 4.
-        "practice.max-waves": "5",
-        "practice.tasks": "0 1 2 3 4 5 6 7 8 9",
+        "rl.max-waves": "5",
+        "rl.tasks": "0 1 2 3 4 5 6 7 8 9",
         "eval.closed-loop.tasks": "0 1 2 3 4 5 6 7 8 9",
-        "practice.max-steps": "200",
+        "rl.max-steps": "200",
         "eval.closed-loop.max-steps": "200",
-        "practice.episodes-per-device": "2",
+        "rl.episodes-per-device": "2",
         "eval.closed-loop.episodes-per-task": "4",
         "model.dtype": "bfloat16",
         "model.remat": "none",
@@ -68,7 +68,7 @@ def test_every_key_of_the_guide_has_its_line():
     assert re.search(r"resume_from_latest: true\n +the newest good checkpoint is used", lines)
 
 
-DEFAULTS = "--practice.group-size 4 --practice.num-groups 2 --practice.epochs 4 --batch-size 8 "
+DEFAULTS = "--rl.group-size 4 --rl.num-groups 2 --rl.epochs 4 --batch-size 8 "
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ DEFAULTS = "--practice.group-size 4 --practice.num-groups 2 --practice.epochs 4 
         # RIPT-VLA's names, with mini-batches.
         (
             {**algo(rloo_batch_size=8, ppo_batch_size=4, num_ppo_epochs=20), "train_dataloader": {"batch_size": 6}},
-            "--practice.num-groups 6 --practice.epochs 20 --batch-size 4 --num-train-steps 4800 --save-interval 2400",
+            "--rl.num-groups 6 --rl.epochs 20 --batch-size 4 --num-train-steps 4800 --save-interval 2400",
         ),
         ({"fault_tolerance": {"enable_checkpointing": False}}, "--num-train-steps 80 --save-interval 80"),
         ({"fault_tolerance": {"auto_resume": False}}, "--no-resume"),
         ({"rollout": {"interval": 5, "rollouts_per_env": 9}}, "--eval.interval 20 --eval.closed-loop.interval 20"),
         (
             {"rollout": {"max_episode_length": 9}, "task": {"max_episode_length": 7}},
-            "--practice.max-steps 7 --eval.closed-loop.max-steps 9",
+            "--rl.max-steps 7 --eval.closed-loop.max-steps 9",
         ),
         ({"enhanced_sampling": {"save_videos": False}}, "--eval.closed-loop.num-videos 0"),
         ({"training": {"optimizer": {"type": "Adam"}}}, "--optimizer adamw --optimizer.weight-decay 0.0"),
@@ -94,19 +94,19 @@ DEFAULTS = "--practice.group-size 4 --practice.num-groups 2 --practice.epochs 4 
         (algo(ppo_clip_range=0.2, ppo_clip_high=0.28), "--objective.clip-low 0.2 --objective.clip-high 0.28"),
         (algo(lr_scaling="linear"), "--lr-scaling linear --reference-batch-size 8"),
         (algo(lr_scaling="none"), "--lr-scaling none"),
-        (algo(enable_dynamic_sampling=False), "--practice.no-mixed-only"),
+        (algo(enable_dynamic_sampling=False), "--rl.no-mixed-only"),
         (
             {**algo(enable_rollout_stats_tracking=True), "task": {"num_init_states": 50}},
-            "--practice.states-per-task 50 --practice.skip-solved 3",
+            "--rl.states-per-task 50 --rl.skip-solved 3",
         ),
         (
             {**algo(rollout_skip_threshold=0), "task": {"num_init_states": 50}},
-            "--practice.states-per-task 50",
+            "--rl.states-per-task 50",
         ),
-        ({"task": {"task_name": 8}}, "--practice.tasks 8 --eval.closed-loop.tasks 8"),
+        ({"task": {"task_name": 8}}, "--rl.tasks 8 --eval.closed-loop.tasks 8"),
         (
             {"task": {"task_name": 8, "task_names_to_use": ["a", "b"]}},
-            "--practice.tasks a b --eval.closed-loop.tasks a b",
+            "--rl.tasks a b --eval.closed-loop.tasks a b",
         ),
         ({"data_parallel": {"enable_gradient_checkpointing": True}}, "--model.remat full"),
         ({"training": {"use_amp": False}}, "--model.dtype float32"),
@@ -127,8 +127,8 @@ def test_what_is_absent_is_as_in_the_trainer():
     ("config", "flag"),
     [
         ({"rollout": {"interval": 5, "enabled": False}}, "--eval.interval"),
-        ({"task": {"task_names_to_use": []}}, "--practice.tasks"),
-        ({"task": {"num_init_states": 50}, **algo(rollout_skip_threshold=0)}, "--practice.skip-solved"),
+        ({"task": {"task_names_to_use": []}}, "--rl.tasks"),
+        ({"task": {"num_init_states": 50}, **algo(rollout_skip_threshold=0)}, "--rl.skip-solved"),
     ],
 )
 def test_a_key_becomes_no_flag(config, flag):
@@ -151,7 +151,7 @@ def test_what_the_command_line_gives_replaces_the_files():
         (algo(rloo_batch_size=0), "algo.rloo_batch_size is 0; it must be a whole number of at least 1"),
         (algo(rloo_batch_size="four"), 'algo.rloo_batch_size is "four"; it must be a number'),
         (algo(lr_scaling="cube"), "algo.lr_scaling is 'cube'; allowed: none, linear, sqrt"),
-        (algo(ppo_batch_size=3), "algo.ppo_batch_size is 3, which does not divide the 8 attempts of an iteration"),
+        (algo(ppo_batch_size=3), "algo.ppo_batch_size is 3, which does not divide the 8 rollouts of an iteration"),
         (algo(data_batch_size=2, demo_batch_size=3), "they contradict each other"),
         (
             {"fault_tolerance": {"auto_resume": True, "resume_from_latest": False}},

@@ -28,7 +28,7 @@ def noisy(observation, keys):
 CONFIG = ClosedLoop(env=FewTasks(), episodes_per_task=3, max_steps=3)
 
 
-def test_an_episodes_key_is_of_its_task_and_attempt_whatever_else_is_run():
+def test_an_episodes_key_is_of_its_task_and_rollout_whatever_else_is_run():
     keys = jax.random.key_data(episode_keys(CONFIG, np.arange(9)))
     assert len({tuple(key) for key in keys.tolist()}) == 9
     more = dataclasses.replace(CONFIG, env=Counter(), episodes_per_task=50)  # the same tasks among others

@@ -52,7 +52,7 @@ def test_its_tasks_and_sizes_are_those_of_the_robot_and_the_suite(installed):
     assert set(Libero().cameras.values()) == set(env.cameras)
 
 
-def test_evaluations_begin_in_published_states_and_practice_in_new_ones(installed):
+def test_evaluations_begin_in_published_states_and_rl_in_new_ones(installed):
     benchmark, _ = installed
     published = [benchmark.PUBLISHED[task].tolist() for task in (0, 1)]
     found = starts(small())

@@ -136,8 +136,8 @@ class Somewhere(Counter):
         return np.asarray(jax.vmap(jax.random.uniform)(keys)), np.asarray(tasks)
 
 
-def test_attempts_from_one_state_differ_by_the_policys_keys_alone():
-    def attempt(*keys, **more):
+def test_rollouts_from_one_state_differ_by_the_policys_keys_alone():
+    def rollout(*keys, **more):
         draws, starts = [], []
 
         def act(observation, keys):
@@ -149,11 +149,11 @@ def test_attempts_from_one_state_differ_by_the_policys_keys_alone():
         return starts[0], draws
 
     first, other = keys_of(2), keys_of(2, seed=1)
-    start, draws = attempt(first)
-    assert attempt(first, policy_keys=first) == (start, draws)
-    assert attempt(first, policy_keys=other) == (start, attempt(other)[1])
-    assert attempt(other, policy_keys=first) == (attempt(other)[0], draws)
-    assert start != attempt(other)[0] and draws != attempt(other)[1]
+    start, draws = rollout(first)
+    assert rollout(first, policy_keys=first) == (start, draws)
+    assert rollout(first, policy_keys=other) == (start, rollout(other)[1])
+    assert rollout(other, policy_keys=first) == (rollout(other)[0], draws)
+    assert start != rollout(other)[0] and draws != rollout(other)[1]
 
 
 def test_chunks_that_do_not_fit_are_refused():

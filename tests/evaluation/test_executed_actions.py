@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from openpi_train_configs.act_runs import act_aloha_sim
 from openpi_train_configs.metaworld_dp import metaworld_mt5_dp
-from openpi_train_configs.metaworld_practice import metaworld_rloo
+from openpi_train_configs.metaworld_rl import metaworld_rloo
 from openpi_train_configs.openpi_arms import pi0_aloha
 from openpi_train_configs.openpi_libero import pi05_libero
 from openpi_train_configs.robot_dp import pusht_dp, robot_dp_14
@@ -18,7 +18,7 @@ from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.evaluation import closed_loop_success
 from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess, StoppedError
 from openpi_train.evaluation.measure import Evaluated
-from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.tools import evaluate_policy
 
 # What their authors execute: `n_action_steps` of RoboTwin's and diffusion_policy's configs, LeRobot's of ACT and
@@ -30,7 +30,7 @@ NUMBERS = [*DIFFUSION, (act_aloha_sim, 100), (smolvla_bridge, 50), (pi05_libero,
 @pytest.mark.parametrize(("experiment", "number"), NUMBERS)
 def test_every_closed_loop_executes_the_models_number(experiment, number, monkeypatch):
     model, asked = experiment.model, []
-    assert RobotPractice().num_executed(model) == number
+    assert RobotRL().num_executed(model) == number
     policy = SimpleNamespace(form=SimpleNamespace(window=model.window))
     assert evaluate_policy._execute(ClosedLoop(), policy) == number
     monkeypatch.setattr(closed_loop_success, "evaluate", lambda *_, execute, **__: asked.append(execute))
@@ -47,14 +47,14 @@ def test_every_closed_loop_executes_the_models_number(experiment, number, monkey
 
 def test_another_number_changes_with_the_field():
     model = dataclasses.replace(robot_dp_14.model, n_action_steps=2)
-    assert RobotPractice().num_executed(model) == 2
-    assert RobotPractice(execute=4).num_executed(model) == 4
+    assert RobotRL().num_executed(model) == 2
+    assert RobotRL(execute=4).num_executed(model) == 4
 
 
 def test_metaworlds_runs_go_on_with_the_eight_of_sixteen_that_were_measured():
     for experiment in (metaworld_mt5_dp, metaworld_rloo):
         assert experiment.eval.closed_loop.execute == 8
-    assert metaworld_rloo.practice.execute == 8
+    assert metaworld_rloo.rl.execute == 8
 
 
 def test_no_more_is_executed_than_a_chunk_has_ahead():

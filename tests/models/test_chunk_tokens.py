@@ -1,4 +1,4 @@
-"""The law of action tokens: what is drawn has the probability that it is scored with."""
+"""The distribution of action tokens: what is drawn has the probability that it is scored with."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from test_pi0_fast import FAST, seen_by
 from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_sampler import OwnSampler
-from openpi_train.sampling.action_token_law import ActionTokenLaw
+from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
 from openpi_train.types import TokenChunkTraces, tree_of
 
 TOKENS = jnp.array([[7, 3, 1], [12, 12, 30]])
@@ -55,12 +55,12 @@ def test_tokens_have_the_log_probabilities_of_training_rows(model):
 
 
 @pytest.mark.slow
-def test_queries_of_an_attempt_are_scored_one_by_one(model):
-    law = ActionTokenLaw(temperature=0.7, max_tokens=3)
+def test_queries_of_an_rollout_are_scored_one_by_one(model):
+    distribution = ActionTokenDistribution(temperature=0.7, max_tokens=3)
     observation = jax.tree.map(lambda leaf: leaf[None], asked(FAST))
     traces = tree_of(TokenChunkTraces, observation=observation, tokens=TOKENS[None], row=jnp.arange(1))
     expected = model.chunk_scores(asked(FAST), TOKENS, 0.7)
-    found = law.scores(model, traces)
+    found = distribution.scores(model, traces)
     np.testing.assert_allclose(found.log_prob[0], expected.log_prob.ravel(), rtol=1e-6)
     np.testing.assert_allclose(found.entropy[0], expected.entropy.ravel(), rtol=1e-6)
 
@@ -68,15 +68,15 @@ def test_queries_of_an_attempt_are_scored_one_by_one(model):
 @pytest.mark.slow
 def test_what_is_drawn_has_the_probability_that_it_is_scored_with(model):
     """The second token after a first one, at a temperature; and every chunk ends with its end token or the limit."""
-    count, law = 4000, ActionTokenLaw(temperature=0.5, max_tokens=2)
+    count, distribution = 4000, ActionTokenDistribution(temperature=0.5, max_tokens=2)
     observation = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (count, *leaf.shape[1:])), asked(FAST))
     keys = jax.random.split(jax.random.key(0), count)
     model.read_actions = lambda tokens: jnp.zeros((len(tokens), 4, 5))
-    kept = jax.device_get(law.drawn(model, observation, keys, (4, 5))[1])
-    tokens, lengths = np.asarray(kept["tokens"]), law.lengths(kept)
+    kept = jax.device_get(distribution.drawn(model, observation, keys, (4, 5))[1])
+    tokens, lengths = np.asarray(kept["tokens"]), distribution.lengths(kept)
     np.testing.assert_array_equal(lengths, np.where(tokens[:, 0] == 1, 1, 2))
     # The sampler says with which probability it drew each token.
-    said, few = law.sampling_log_probs(kept, None), jax.tree.map(lambda leaf: leaf[:40], observation)
+    said, few = distribution.sampling_log_probs(kept, None), jax.tree.map(lambda leaf: leaf[:40], observation)
     scored = model.chunk_scores(few, jnp.asarray(tokens[:40]), 0.5).log_prob
     drawn = np.arange(2) < lengths[:40, None]
     np.testing.assert_allclose(said[:40][drawn], np.asarray(scored)[drawn], rtol=1e-4, atol=1e-5)
@@ -92,8 +92,8 @@ def test_what_is_drawn_has_the_probability_that_it_is_scored_with(model):
 
 
 def test_what_cannot_be_scored_is_refused():
-    assert "temperature 0.0 must be above 0" in ActionTokenLaw(temperature=0.0).check()[0]
-    assert ActionTokenLaw().action_sampler == OwnSampler()
+    assert "temperature 0.0 must be above 0" in ActionTokenDistribution(temperature=0.0).check()[0]
+    assert ActionTokenDistribution().action_sampler == OwnSampler()
     other = merge_module(*built(dataclasses.replace(FAST, decoding="as_openpi")))
     with pytest.raises(UsageError, match="give as_trained"):
         other.chunk_scores(asked(FAST), TOKENS, 1.0)

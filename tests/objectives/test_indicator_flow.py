@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from objectives.test_weighted_flow import ADVANTAGES, CHUNKS, DIMS, HORIZON, batch_of
-from sampling.test_flow_law import nothing
+from sampling.test_flow_distribution import nothing
 
 from openpi_train.keys import row_keys
 from openpi_train.objectives.indicator_flow import IndicatorFlow
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.flow_distribution import FlowDistribution
 from openpi_train.sampling.indicator import BETTER, NONE, WORSE
-from openpi_train.types import ActionBatch, PracticeBatch, tree_of
+from openpi_train.types import ActionBatch, RolloutBatch, tree_of
 
-LAW = FlowLaw(num_steps=2, guidance=1.0)
+LAW = FlowDistribution(num_steps=2, guidance=1.0)
 # Of the five queries that count, three are better than expected and two worse.
 COUNTED = np.array([[1, 1], [1, 1], [1, 0]], bool)
 IS_BETTER = np.array([[1, 1], [0, 0], [1, 0]], bool)
-# Two demonstrations beside each attempt; one ends after two steps.
+# Two demonstrations beside each rollout; one ends after two steps.
 SHOWN = np.random.default_rng(1).normal(size=(3, 2, HORIZON, DIMS))
 STEPS = np.ones((3, 2, HORIZON), bool)
 STEPS[1, 0, 2] = False
@@ -46,7 +46,7 @@ def with_demonstrations(batch):
         dim_mask=jnp.ones((3, 2, DIMS), bool),
         row=jnp.repeat(jnp.arange(3)[:, None], 2, axis=1),
     )
-    return tree_of(PracticeBatch, **{**vars(batch), "demonstrations": shown})
+    return tree_of(RolloutBatch, **{**vars(batch), "demonstrations": shown})
 
 
 def gradient(objective, batch, values=(0.0, 0.0, 0.0)):
@@ -71,7 +71,7 @@ TOLERANCE = 8 / (2 * 4_000 * HORIZON * DIMS) ** 0.5
 
 @pytest.mark.parametrize("drop", [0.3])
 def test_dropped_tells_how_good_a_chunk_was_or_nothing(drop):
-    objective = IndicatorFlow(law=LAW, drop=drop, num_flow_draws=4_000)
+    objective = IndicatorFlow(distribution=LAW, drop=drop, num_flow_draws=4_000)
     loss, slopes = gradient(objective, batch_of())
     weights = np.array([drop * COUNTED, (1 - drop) * IS_BETTER, (1 - drop) * (COUNTED & ~IS_BETTER)])
     np.testing.assert_allclose(slopes, expected_slopes(weights, ELEMENTS), atol=TOLERANCE)
@@ -81,7 +81,7 @@ def test_dropped_tells_how_good_a_chunk_was_or_nothing(drop):
 
 
 def test_both_branches_have_the_same_noise_and_their_weights():
-    objective = IndicatorFlow(law=LAW, form="both", unconditional_weight=0.1, num_flow_draws=8)
+    objective = IndicatorFlow(distribution=LAW, form="both", unconditional_weight=0.1, num_flow_draws=8)
     _, slopes = gradient(objective, batch_of())
     better = batch_of(counts=IS_BETTER)
     # Where all queries that count are better, one slope is a tenth of the other, to the last bits.
@@ -96,7 +96,7 @@ def test_both_branches_have_the_same_noise_and_their_weights():
 
 def test_an_advantage_of_nothing_tells_nothing():
     """Its group has one outcome: neither better nor worse."""
-    objective = IndicatorFlow(law=LAW)
+    objective = IndicatorFlow(distribution=LAW)
     batch = batch_of(advantages=ADVANTAGES * [[1], [0], [1]])
     known, counts = objective.told(batch)
     np.testing.assert_array_equal(np.asarray(known)[COUNTED], [BETTER, BETTER, NONE, NONE, BETTER])
@@ -105,7 +105,7 @@ def test_an_advantage_of_nothing_tells_nothing():
 
 
 def test_demonstrations_are_better_and_count_by_their_steps():
-    objective = IndicatorFlow(law=LAW, drop=0.3, num_flow_draws=4_000)
+    objective = IndicatorFlow(distribution=LAW, drop=0.3, num_flow_draws=4_000)
     none = batch_of(counts=np.zeros_like(COUNTED))
     _, slopes = gradient(objective, with_demonstrations(none))
     steps = STEPS[..., None] * np.ones(DIMS)
@@ -120,7 +120,7 @@ def test_demonstrations_are_better_and_count_by_their_steps():
 
 @pytest.mark.slow
 def test_micro_batches_add_up_and_what_does_not_count_changes_nothing():
-    objective, whole = IndicatorFlow(law=LAW, num_imitated=2), with_demonstrations(batch_of())
+    objective, whole = IndicatorFlow(distribution=LAW, num_imitated=2), with_demonstrations(batch_of())
     norms = objective.norms(whole)
 
     @jax.jit
@@ -141,10 +141,10 @@ def test_micro_batches_add_up_and_what_does_not_count_changes_nothing():
 
 def test_settings_that_cannot_work_are_refused():
     def problem(**settings):
-        (found,) = IndicatorFlow(**{"law": LAW, **settings}).check()
+        (found,) = IndicatorFlow(**{"distribution": LAW, **settings}).check()
         return found
 
-    assert "--objective.law.guidance is not given" in problem(law=FlowLaw())
+    assert "--objective.distribution.guidance is not given" in problem(distribution=FlowDistribution())
     assert "--objective.guidance -0.5 must be at least 0" in problem(guidance=-0.5)
     assert "--objective.drop 0.0 must be between 0 and 1" in problem(drop=0.0)
     assert "--objective.unconditional-weight 0" in problem(form="both", unconditional_weight=0.0)

@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from openpi_train.objectives.policy_gradient import PolicyGradient
-from openpi_train.practice.advantages import group_relative, leave_one_out
-from openpi_train.sampling.law import Law, UnitScores
-from openpi_train.sampling.token_law import TokenLaw
-from openpi_train.types import PracticeBatch, TextBatch, TokenTraces, tree_of
+from openpi_train.rl.advantages import group_relative, leave_one_out
+from openpi_train.sampling.distribution import Distribution, UnitScores
+from openpi_train.sampling.token_distribution import TokenDistribution
+from openpi_train.types import RolloutBatch, TextBatch, TokenTraces, tree_of
 
 with np.load(Path(__file__).parent / "policy_losses" / "torch.npz") as file:
     TORCH = dict(file)
@@ -41,7 +41,7 @@ class Given(nnx.Module):
         return self.said
 
 
-PLAIN = TokenLaw()
+PLAIN = TokenDistribution()
 
 
 def traces():
@@ -56,17 +56,19 @@ def traces():
     return TokenTraces(texts=texts, num_tokens=jnp.full(ROWS, VOCABULARY))
 
 
-def scored(logits, law=PLAIN):
-    return law.scores(Given(logits), traces()).log_prob
+def scored(logits, distribution=PLAIN):
+    return distribution.scores(Given(logits), traces()).log_prob
 
 
-def batch(law=PLAIN, advantages=None, is_fresh=False, mask=MASK):
-    acting, sampling, reference = (scored(TORCH[f"{name}_logits"], law) for name in ("acting", "sampling", "reference"))
+def batch(distribution=PLAIN, advantages=None, is_fresh=False, mask=MASK):
+    acting, sampling, reference = (
+        scored(TORCH[f"{name}_logits"], distribution) for name in ("acting", "sampling", "reference")
+    )
     one = np.broadcast_to(TORCH["advantages"][:, None], MASK.shape) if advantages is None else advantages
-    return PracticeBatch(
+    return RolloutBatch(
         traces=traces(),
         mask=jnp.asarray(mask),
-        is_attempt=jnp.ones(ROWS, bool),
+        is_rollout=jnp.ones(ROWS, bool),
         advantages=jnp.asarray(one * mask, jnp.float32),
         log_probs=acting,
         sampling_log_probs=sampling,
@@ -82,28 +84,28 @@ def loss_of(objective, given, logits, values=None):
 
 
 CASES = {
-    "grpo/grpo-token": PolicyGradient(average="attempts"),
+    "grpo/grpo-token": PolicyGradient(average="rollouts"),
     "grpo/dapo-token": PolicyGradient(),
     "grpo/dr_grpo-token": PolicyGradient(average="constant", max_units=6),
-    "grpo/grpo-sequence": PolicyGradient(ratio="mean", average="attempts"),
+    "grpo/grpo-sequence": PolicyGradient(ratio="mean", average="rollouts"),
     "grpo/dapo-sequence": PolicyGradient(ratio="mean"),
     "grpo/dr_grpo-sequence": PolicyGradient(ratio="mean", average="constant", max_units=6),
     "grpo/higher": PolicyGradient(clip_high=0.5),
-    "grpo/lower": PolicyGradient(average="attempts", clip_low=0.05),
-    "grpo/two-sided": PolicyGradient(average="attempts", clip_most=1.3),
-    "grpo/reference": PolicyGradient(average="attempts", kl_weight=0.3),
+    "grpo/lower": PolicyGradient(average="rollouts", clip_low=0.05),
+    "grpo/two-sided": PolicyGradient(average="rollouts", clip_most=1.3),
+    "grpo/reference": PolicyGradient(average="rollouts", kl_weight=0.3),
     "grpo/reference-dapo": PolicyGradient(kl_weight=0.3),
-    "grpo/cooled": PolicyGradient(law=TokenLaw(temperature=0.6), kl_weight=0.1),
+    "grpo/cooled": PolicyGradient(distribution=TokenDistribution(temperature=0.6), kl_weight=0.1),
     "grpo/dual": PolicyGradient(clip_most=1.3),
-    "grpo/sampled": PolicyGradient(average="attempts", sampling_clip=1.1, kl_weight=0.3),
+    "grpo/sampled": PolicyGradient(average="rollouts", sampling_clip=1.1, kl_weight=0.3),
     "grpo/sampled-freely": PolicyGradient(sampling_clip=1e9),
-    "grpo/cut-grpo": PolicyGradient(average="attempts"),
+    "grpo/cut-grpo": PolicyGradient(average="rollouts"),
     "grpo/cut-dapo": PolicyGradient(),
     "grpo/cut-dr_grpo": PolicyGradient(average="constant", max_units=6),
-    "grpo/entropy-grpo": PolicyGradient(average="attempts", entropy_weight=0.3),
+    "grpo/entropy-grpo": PolicyGradient(average="rollouts", entropy_weight=0.3),
     "grpo/entropy-dapo": PolicyGradient(entropy_weight=0.3),
     "grpo/entropy-dr_grpo": PolicyGradient(average="constant", max_units=6, entropy_weight=0.3),
-    "rloo/product": PolicyGradient(ratio="product", average="attempts"),
+    "rloo/product": PolicyGradient(ratio="product", average="rollouts"),
 }
 
 
@@ -112,7 +114,7 @@ CASES = {
 def test_loss_and_gradient_are_those_of_trl(case):
     """Sums of a few float32 terms of size 1, by other formulas."""
     objective = CASES[case]
-    given = batch(objective.law, mask=TORCH["mask_cut"] if "/cut" in case else MASK)
+    given = batch(objective.distribution, mask=TORCH["mask_cut"] if "/cut" in case else MASK)
     loss, gradient = jax.value_and_grad(lambda logits: loss_of(objective, given, logits)[0])(TORCH["logits"])
     np.testing.assert_allclose(loss, TORCH[f"{case}/loss"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, TORCH[f"{case}/gradient/logits"], rtol=1e-4, atol=1e-6)
@@ -140,7 +142,7 @@ def test_the_cases_clip_on_both_sides():
     assert metrics["clip_fraction"] == metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 0.9
 
 
-@pytest.mark.parametrize("settings", [{}, {"average": "attempts"}, {"average": "constant", "max_units": 6}])
+@pytest.mark.parametrize("settings", [{}, {"average": "rollouts"}, {"average": "constant", "max_units": 6}])
 def test_the_loss_is_lower_by_the_weight_times_the_mean_entropy_of_all_units(settings):
     """TRL's bonus, whatever the average; the entropy is torch's, as the metric."""
     given, plain = batch(), PolicyGradient(**settings)
@@ -172,7 +174,7 @@ def test_ratio_and_distance_from_the_acting_policy_are_the_means_by_hand():
 
 def test_a_unit_that_the_dual_clip_stops_is_told_as_clipped():
     for ratio, clipped in ((2.9, 0), (3.1, 1)):
-        objective, given = PolicyGradient(law=OneUnit(), clip_most=3.0), one_unit(-1.0)
+        objective, given = PolicyGradient(distribution=OneUnit(), clip_most=3.0), one_unit(-1.0)
         _, metrics = objective.loss(Line(jnp.log(ratio)), given, objective.norms(given), None)
         assert metrics["clip_fraction"] == clipped
 
@@ -183,36 +185,36 @@ def test_what_the_sampler_says_otherwise_is_told_as_trl_tells_it():
     for name in ("difference", "ratio", "far"):
         np.testing.assert_allclose(metrics[f"sampling_{name}"], TORCH[f"sampling/{name}"], rtol=1e-5)
     assert 0 < metrics["sampling_far"] < 1
-    # Of fresh attempts the policy that acted is the one that learns.
+    # Of fresh rollouts the policy that acted is the one that learns.
     _, metrics = loss_of(PolicyGradient(), batch(is_fresh=True), TORCH["acting_logits"])
     np.testing.assert_allclose(metrics["sampling_difference"], TORCH["sampling/difference"], rtol=1e-5)
 
 
 def test_a_batch_without_any_unit_to_learn_from_has_a_loss_and_a_gradient_of_zero():
-    objective = PolicyGradient(average="attempts", entropy_weight=0.1, kl_weight=0.1, sampling_clip=2.0, clip_most=3.0)
+    objective = PolicyGradient(average="rollouts", entropy_weight=0.1, kl_weight=0.1, sampling_clip=2.0, clip_most=3.0)
     given = batch(mask=np.zeros_like(MASK))
     loss, gradient = jax.value_and_grad(lambda logits: loss_of(objective, given, logits)[0])(TORCH["logits"])
     assert loss == 0 and not gradient.any()
 
 
-def test_rows_that_fill_a_batch_do_not_thin_it_out_and_cut_attempts_do():
+def test_rows_that_fill_a_batch_do_not_thin_it_out_and_cut_rollouts_do():
     """TRL counts cut ones, and so does verl, by its global batch size."""
-    objective, mask = PolicyGradient(average="attempts"), MASK & (np.arange(ROWS) < 2)[:, None]
+    objective, mask = PolicyGradient(average="rollouts"), MASK & (np.arange(ROWS) < 2)[:, None]
     given = batch(mask=mask)
-    filled = dataclasses.replace(given, is_attempt=jnp.arange(ROWS) < 2)
+    filled = dataclasses.replace(given, is_rollout=jnp.arange(ROWS) < 2)
     loss, of_two = (float(loss_of(objective, one, TORCH["logits"])[0]) for one in (given, filled))
     assert loss == pytest.approx(of_two / 2, rel=1e-6) and loss != 0
 
 
 @pytest.mark.parametrize("ratio", ["unit", "mean", "product"])
-def test_fresh_attempts_give_the_plain_policy_gradient(ratio):
+def test_fresh_rollouts_give_the_plain_policy_gradient(ratio):
     """P1: the value is the mean of -A, the gradient that of -A log p; a zero loss is no mistake."""
-    objective, given = PolicyGradient(ratio=ratio, average="attempts"), batch(is_fresh=True)
+    objective, given = PolicyGradient(ratio=ratio, average="rollouts"), batch(is_fresh=True)
     (loss, metrics), gradient = jax.value_and_grad(lambda x: loss_of(objective, given, x), has_aux=True)(
         TORCH["logits"]
     )
     lengths = MASK.sum(axis=1, keepdims=True)
-    # All units of an attempt have one ratio: its gradient is that of their mean, or of their sum.
+    # All units of a rollout have one ratio: its gradient is that of their mean, or of their sum.
     scale = lengths if ratio == "product" else 1
 
     def plain(logits):
@@ -231,7 +233,7 @@ class Line(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneUnit(Law):
+class OneUnit(Distribution):
     """Of a `Line`."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"line"})
@@ -247,12 +249,12 @@ def one_unit(advantage, **fields):
     zeros = jnp.zeros((1, 1))
     parts = {"advantages": zeros + advantage, "mask": jnp.ones((1, 1), bool), "is_fresh": jnp.zeros(1, bool)}
     parts |= dict.fromkeys(("log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns"), zeros)
-    parts |= {"traces": None, "is_attempt": jnp.ones(1, bool)}
-    return tree_of(PracticeBatch, **(parts | fields))
+    parts |= {"traces": None, "is_rollout": jnp.ones(1, bool)}
+    return tree_of(RolloutBatch, **(parts | fields))
 
 
 def gradient_at(ratio, advantage, **settings):
-    objective, given = PolicyGradient(law=OneUnit(), **settings), one_unit(advantage)
+    objective, given = PolicyGradient(distribution=OneUnit(), **settings), one_unit(advantage)
 
     def loss(log_prob):
         return objective.loss(Line(log_prob), given, objective.norms(given), None)[0]
@@ -273,7 +275,7 @@ def test_clipping_stops_only_what_would_go_further():
 @pytest.mark.parametrize("logarithm", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_an_extreme_ratio_has_a_finite_loss_and_gradient(logarithm, advantage):
-    objective = PolicyGradient(law=OneUnit(), kl_weight=0.1)
+    objective = PolicyGradient(distribution=OneUnit(), kl_weight=0.1)
     given = one_unit(advantage)
 
     def loss(log_prob):
@@ -285,10 +287,10 @@ def test_an_extreme_ratio_has_a_finite_loss_and_gradient(logarithm, advantage):
 def test_averages_have_the_published_numbers():
     """P3: losses [1, 1] and six times 0, of at most 8 units."""
     mask = jnp.asarray(np.arange(8) < np.array([[2], [6]]))
-    unknown = {field.name: None for field in dataclasses.fields(PracticeBatch)}
-    given = tree_of(PracticeBatch, **unknown | {"mask": mask, "is_attempt": jnp.ones(2, bool)})
+    unknown = {field.name: None for field in dataclasses.fields(RolloutBatch)}
+    given = tree_of(RolloutBatch, **unknown | {"mask": mask, "is_rollout": jnp.ones(2, bool)})
     losses = jnp.asarray([[1.0], [0.0]]) * mask
-    for average, expected in (("attempts", 0.5), ("units", 0.25), ("constant", 0.125)):
+    for average, expected in (("rollouts", 0.5), ("units", 0.25), ("constant", 0.125)):
         objective = PolicyGradient(average=average, max_units=8 if average == "constant" else None)
         weights = objective._weights(mask.astype(jnp.float32), mask.sum(axis=1, keepdims=True), objective.norms(given))
         assert float((weights * losses).sum()) == pytest.approx(expected)
@@ -313,7 +315,7 @@ def test_divergences_have_the_published_numbers():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arms(Law):
+class Arms(Distribution):
     """Which of two arms was taken; the model has their logits, and a value."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"arms"})
@@ -335,7 +337,7 @@ class Bandit(nnx.Module):
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
 def test_a_bandits_better_arm_is_learnt(kind):
     """P5: 200 updates on the outcomes of 16 pulls each, of which the better arm wins 80 % and the other 20 %."""
-    objective = PolicyGradient(law=Arms(), value_weight=0.5 if kind == "ppo" else 0.0, value_clip=None)
+    objective = PolicyGradient(distribution=Arms(), value_weight=0.5 if kind == "ppo" else 0.0, value_clip=None)
     graphdef, params = nnx.split(Bandit())
     random, groups = np.random.default_rng(0), np.zeros(16, int)
 
@@ -373,7 +375,7 @@ def test_settings_without_meaning_are_refused():
     assert "--objective.max-units None" in PolicyGradient(average="constant").check()[0]
     assert "must be above 1 + clip_high" in PolicyGradient(clip_most=1.1).check()[0]
     assert "--objective.sampling-clip 0 must be above 0" in PolicyGradient(sampling_clip=0).check()[0]
-    assert "temperature 0.0" in PolicyGradient(law=TokenLaw(temperature=0.0)).check()[0]
+    assert "temperature 0.0" in PolicyGradient(distribution=TokenDistribution(temperature=0.0)).check()[0]
     assert not PolicyGradient().check()
 
 

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from sampling.test_flow_law import nothing
+from sampling.test_flow_distribution import nothing
 
 from openpi_train.keys import row_keys
 from openpi_train.objectives.weighted_flow import WeightedFlow
-from openpi_train.sampling.flow_law import FlowLaw
-from openpi_train.types import PracticeBatch, tree_of
+from openpi_train.sampling.flow_distribution import FlowDistribution
+from openpi_train.types import RolloutBatch, tree_of
 
 ROWS, QUERIES, STEPS, HORIZON, DIMS = 3, 2, 2, 3, 2
 CHUNKS = np.random.default_rng(0).normal(size=(ROWS, QUERIES, HORIZON, DIMS))
 # The last query of the last row was never made.
 ADVANTAGES = np.array([[0.5, 0.5], [-1.0, -1.0], [1.5, 0.0]])
 COUNTS = np.array([[True, True], [True, True], [True, False]])
-LAW = FlowLaw(num_steps=STEPS)
+LAW = FlowDistribution(num_steps=STEPS)
 
 
 class Constant(nnx.Module):
@@ -38,9 +38,9 @@ def batch_of(chunks=CHUNKS, advantages=ADVANTAGES, counts=COUNTS):
         nothing(*chunks.shape[:2]), {"noisy": noisy}, jnp.ones(chunks.shape, bool), jnp.arange(len(chunks))
     )
     mask, units = (jnp.asarray(np.repeat(one, STEPS, axis=1)) for one in (counts, advantages * counts))
-    names = ("log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns", "is_fresh", "is_attempt")
+    names = ("log_probs", "sampling_log_probs", "reference_log_probs", "values", "returns", "is_fresh", "is_rollout")
     unused = dict.fromkeys(names, jnp.zeros(len(chunks)))
-    return tree_of(PracticeBatch, traces=traces, mask=mask, advantages=units.astype(jnp.float32), **unused)
+    return tree_of(RolloutBatch, traces=traces, mask=mask, advantages=units.astype(jnp.float32), **unused)
 
 
 def gradient(objective, batch, value=0.0, rows=None):
@@ -63,7 +63,7 @@ def gradient(objective, batch, value=0.0, rows=None):
     ],
 )
 def test_the_best_constant_is_minus_the_weighted_mean_of_the_chunks(settings, weights):
-    objective = WeightedFlow(law=LAW, num_flow_draws=20_000, **settings)
+    objective = WeightedFlow(distribution=LAW, num_flow_draws=20_000, **settings)
     np.testing.assert_allclose(objective.query_weights(batch_of()), weights, rtol=1e-6)
     _, slope = gradient(objective, batch_of())
     # The loss is quadratic, a mean over elements: at 0 its slope is -2 / elements of the best value.
@@ -75,7 +75,7 @@ def test_the_best_constant_is_minus_the_weighted_mean_of_the_chunks(settings, we
 
 @pytest.mark.slow
 def test_rows_of_weight_0_change_nothing():
-    objective = WeightedFlow(law=LAW)
+    objective = WeightedFlow(distribution=LAW)
     loss, slope = gradient(objective, batch_of())
     chunks, counts = CHUNKS.copy(), COUNTS.copy()
     chunks[1], chunks[2, 1] = 1e6, -1e6
@@ -87,12 +87,12 @@ def test_rows_of_weight_0_change_nothing():
 
 
 def test_nothing_better_than_expected_is_finite_and_learns_nothing():
-    loss, slope = gradient(WeightedFlow(law=LAW), batch_of(advantages=0 * ADVANTAGES))
+    loss, slope = gradient(WeightedFlow(distribution=LAW), batch_of(advantages=0 * ADVANTAGES))
     assert loss == 0 and not np.asarray(slope).any()
 
 
 def test_steps_that_are_not_imitated_have_no_gradient():
-    loss, slope = gradient(WeightedFlow(law=LAW, num_imitated=2), batch_of(), 0.3)
+    loss, slope = gradient(WeightedFlow(distribution=LAW, num_imitated=2), batch_of(), 0.3)
     assert np.asarray(slope)[:2].all() and not np.asarray(slope)[2].any()
     # The mean over the elements that count: of noise of variance 1 and chunks of size 1.
     assert 1 < loss < 4
@@ -100,7 +100,7 @@ def test_steps_that_are_not_imitated_have_no_gradient():
 
 @pytest.mark.slow
 def test_micro_batches_add_up():
-    objective, whole = WeightedFlow(law=LAW, weights="exponential"), batch_of()
+    objective, whole = WeightedFlow(distribution=LAW, weights="exponential"), batch_of()
     norms = objective.norms(whole)
 
     def share(rows):
@@ -114,4 +114,4 @@ def test_micro_batches_add_up():
 
 def test_a_temperature_that_cannot_work_is_refused():
     assert "--objective.temperature 0.0 must be above 0" in WeightedFlow(temperature=0.0).check()[0]
-    assert not WeightedFlow(law=dataclasses.replace(LAW, noise=0.0)).check()
+    assert not WeightedFlow(distribution=dataclasses.replace(LAW, noise=0.0)).check()

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from openpi_train_configs.arithmetic_practice import arithmetic_grpo
+from openpi_train_configs.arithmetic_rl import arithmetic_grpo
 from openpi_train_configs.gsm8k_runs import gsm8k_sft_llama32_1b
 
 from openpi_train.generation.generation_size import GenerationSize
@@ -54,7 +54,7 @@ def test_a_run_generates_what_its_flags_say():
             min(arithmetic_grpo.eval.completions_per_device, arithmetic_grpo.eval.num_prompts),
             arithmetic_grpo.data.max_length + arithmetic_grpo.eval.sampling.max_new_tokens,
         ),
-        (arithmetic_grpo.practice.completions_per_device, arithmetic_grpo.data.max_length),
+        (arithmetic_grpo.rl.completions_per_device, arithmetic_grpo.data.max_length),
     ]
     silent = dataclasses.replace(
         gsm8k_sft_llama32_1b, eval=dataclasses.replace(gsm8k_sft_llama32_1b.eval, num_prompts=0)

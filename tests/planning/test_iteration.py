@@ -1,13 +1,13 @@
-"""What an iteration of practice costs: made-up numbers that can be added up by hand, and traced programs."""
+"""What an iteration of RL costs: made-up numbers that can be added up by hand, and traced programs."""
 
 import dataclasses
 
 import jax
 import pytest
-from openpi_train_configs.arithmetic_practice import arithmetic_grpo, arithmetic_ppo
+from openpi_train_configs.arithmetic_rl import arithmetic_grpo, arithmetic_ppo
 from planning.test_forecast import ALL, MACHINE, NONE, layout
 from planning.test_generation import LANGUAGE, SIZES
-from practice.wandering import wandering
+from rl.wandering import wandering
 
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.reference import ReferencedConfig
@@ -17,13 +17,13 @@ from openpi_train.planning.forecast import forecast
 from openpi_train.planning.generation import token_flops, token_step_bytes
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, forecast_iteration
 from openpi_train.planning.memory import DoesNotFit, Memory, require
-from openpi_train.planning.practice_cost import PracticeCost, TokenSteps
+from openpi_train.planning.rollout_cost import RolloutCost, TokenSteps
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools import plan, plan_text
-from openpi_train.training.prepare import traced_practice, whole_layout
+from openpi_train.training.prepare import traced_rl, whole_layout
 
-ROBOTS = PracticeCost(
-    num_attempts=64,
+ROBOTS = RolloutCost(
+    num_rollouts=64,
     num_steps=4,
     most_waves=1,
     acting_flops=2e12,
@@ -61,15 +61,15 @@ def test_who_acts_keeps_what_it_saw_and_texts_are_everywhere():
 
 @pytest.mark.parametrize(("bytes_per_step", "flops", "bound"), [(3.35e9, 1e9, "reading"), (3.35e6, 1e12, "computing")])
 def test_tokens_are_made_as_fast_as_parameters_are_read_or_multiplied(bytes_per_step, flops, bound):
-    """64 attempts on four devices, six at a time: three rounds, of which the last is not full."""
-    tokens = TokenSteps(rows=6, steps_per_attempt=100, bytes_per_step=bytes_per_step, flops_per_row=flops)
+    """64 rollouts on four devices, six at a time: three rounds, of which the last is not full."""
+    tokens = TokenSteps(rows=6, steps_per_rollout=100, bytes_per_step=bytes_per_step, flops_per_row=flops)
     found = iteration(dataclasses.replace(TEXTS, tokens=tokens))
     of_step = {"reading": bytes_per_step / (3350e9 * DECODING_MEMORY_SHARE), "computing": 6 * flops / (989e12 * 0.5)}
     assert max(of_step, key=of_step.__getitem__) == bound
     assert found.acting_s == pytest.approx(64 * 2e12 / RATE + 300 * of_step[bound])
 
 
-def test_a_device_holds_its_attempts_and_acts_in_as_many_as_it_may():
+def test_a_device_holds_its_rollouts_and_acts_in_as_many_as_it_may():
     assert ROBOTS.on_device(32, 4) == {"experience": 8 * GIB // 4, "acting": 8 * GIB // 2}
     # No more than there are.
     assert ROBOTS.on_device(32, 16)["acting"] == 4 * GIB // 2
@@ -98,26 +98,26 @@ def test_a_token_reads_all_parameters_once_and_its_rows_cache():
 def traced(experiment):
     whole = Plan(mesh=planned_mesh(1, 1), strategy="replicated")
     experiment = dataclasses.replace(experiment, exp_name="plan")
-    found = traced_practice(experiment, whole_layout(experiment, whole))
+    found = traced_rl(experiment, whole_layout(experiment, whole))
     assert found is not None
     return found
 
 
-def test_a_robot_acts_with_the_work_that_its_attempts_are_scored_with():
+def test_a_robot_acts_with_the_work_that_its_rollouts_are_scored_with():
     """The prefix once, the suffix at every denoising step: in a loop, or at once."""
     found = traced(wandering)
     assert found.acting_flops == pytest.approx(found.scoring_flops, rel=0.05) and found.acting_bytes_per_row > 0
     (spec,) = [wandering.batch_spec(1)]
     assert found.experience_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
-    assert (found.num_attempts, found.num_steps, found.control_steps, found.rows_at_a_time) == (16, 4, 5, 3)
+    assert (found.num_rollouts, found.num_steps, found.control_steps, found.rows_at_a_time) == (16, 4, 5, 3)
     # What is learnt from in one step is not scored before.
-    once = dataclasses.replace(wandering.practice, num_groups=2, epochs=1)
-    assert traced(dataclasses.replace(wandering, practice=once)).scoring_flops == 0
+    once = dataclasses.replace(wandering.rl, num_groups=2, epochs=1)
+    assert traced(dataclasses.replace(wandering, rl=once)).scoring_flops == 0
 
 
 def test_policy_reference_and_critic_are_scored():
-    practice = dataclasses.replace(arithmetic_grpo.practice, epochs=2)
-    grpo = dataclasses.replace(arithmetic_grpo, practice=practice)
+    rl = dataclasses.replace(arithmetic_grpo.rl, epochs=2)
+    grpo = dataclasses.replace(arithmetic_grpo, rl=rl)
     alone = traced(grpo).scoring_flops
     referenced = dataclasses.replace(
         grpo,
@@ -136,15 +136,15 @@ def test_a_plan_counts_acting_and_experience_and_says_what_lessens_them():
         num_train_steps=1024,
         save_interval=1024,
         model=dataclasses.replace(wandering.model, remat="none"),
-        practice=dataclasses.replace(wandering.practice, num_groups=1024, episodes_per_device=4096),
+        rl=dataclasses.replace(wandering.rl, num_groups=1024, episodes_per_device=4096),
     )
     report = plan.make_report(many, plan.find_machine("h100", 1, 1, None, 50.0, 0.5))
-    memory, cost = report.forecasts[0].memory, report.forecasts[0].layout.practice
+    memory, cost = report.forecasts[0].memory, report.forecasts[0].layout.rl
     assert cost is not None and memory.experience == 8 * cost.experience_bytes
     assert memory.acting == int(4096 * cost.acting_bytes_per_row) + memory.compute_copy > memory.step
     assert memory.total == memory.state + memory.acting
     text = plan_text.tables(report)
-    assert "acts between steps: beside the state" in text and "own attempts of a step:" in text
-    assert "By this step an iteration: 4096 attempts made in" in text and "simulators" in text
-    with pytest.raises(DoesNotFit, match=r"a smaller --practice.episodes-per-device"):
+    assert "acts between steps: beside the state" in text and "own rollouts of a step:" in text
+    assert "By this step an iteration: 4096 rollouts made in" in text and "simulators" in text
+    with pytest.raises(DoesNotFit, match=r"a smaller --rl.episodes-per-device"):
         require(memory, memory.total - 1, 1, many)

@@ -12,7 +12,7 @@ from openpi_train import load_policy
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-WEIGHING, TOLD = (f"{ROOT}/tests/practice/regressing.py:{name}" for name in ("weighing", "told"))
+WEIGHING, TOLD = (f"{ROOT}/tests/rl/regressing.py:{name}" for name in ("weighing", "told"))
 
 
 @pytest.fixture(scope="module")

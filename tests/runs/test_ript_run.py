@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from practice.reaching import REACHING
+from rl.reaching import REACHING
 from runs.command import ROOT, check, environment, openpi_train
 from saved_runs import save_run
 
@@ -28,7 +28,7 @@ fault_tolerance: {{checkpoint_interval: 1, auto_resume: true}}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with an untrained policy, which has then practised for two iterations in two processes."""
+    """A folder with an untrained policy, which has then learnt from rollouts for two iterations in two processes."""
     base = tmp_path_factory.mktemp("ript")
     save_run(registry.load(REACHING), base / "runs")
     (base / "config.yaml").write_text(CONFIG.format(base=base, iterations=2))

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling.test_flow_law import nothing
+from sampling.test_flow_distribution import nothing
 
 from openpi_train.keys import draw_noise, row_keys
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.flow import FlowSampler, with_guidance
-from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.flow_distribution import FlowDistribution
 from openpi_train.sampling.indicator import BETTER, NONE, WORSE, check_guidance, conditioned_velocity
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sampling.real_time_chunking import Guide
@@ -43,18 +43,18 @@ def test_velocities_lie_on_a_line(guidance, draws, shift):
     found = conditioned_velocity(model, None, jnp.float32(NOISY), jnp.float32(TIME), guidance)
     np.testing.assert_allclose(found, 0.5 * NOISY + shift * TIME[..., None, None], rtol=1e-5, atol=1e-6)
     assert model.draws == [draws]
-    law = FlowLaw(num_steps=7, guidance=guidance)
-    assert law.draws_per_row == 7 * draws // 3
-    assert law.needed == ({"velocity"} if guidance is None else {"velocity", "indicator"})
-    assert law.action_sampler == FlowSampler(guidance=guidance)
+    distribution = FlowDistribution(num_steps=7, guidance=guidance)
+    assert distribution.draws_per_row == 7 * draws // 3
+    assert distribution.needed == ({"velocity"} if guidance is None else {"velocity", "indicator"})
+    assert distribution.action_sampler == FlowSampler(guidance=guidance)
 
 
 def test_who_acts_and_who_evaluates_are_guided_alike():
     keys = row_keys(0, 0, jnp.arange(4))
     noise = draw_noise(keys, 3, 2)
-    law = FlowLaw(num_steps=5, noise=0.0, guidance=2.0)
-    drawn = law.draw(Told(), nothing(4), noise, keys).actions
-    sampled = law.action_sampler.sample(Told(), nothing(4), noise, None, 5)
+    distribution = FlowDistribution(num_steps=5, noise=0.0, guidance=2.0)
+    drawn = distribution.draw(Told(), nothing(4), noise, keys).actions
+    sampled = distribution.action_sampler.sample(Told(), nothing(4), noise, None, 5)
     np.testing.assert_allclose(drawn, sampled, atol=1e-6)
     # x shrinks by a tenth at each of five steps; the shift of 0.25 + 2 x -0.75 is 1.25 t.
     expected = np.asarray(noise)

@@ -230,8 +230,13 @@ def test_what_a_run_needs_between_steps_is_told_where_it_is_more(field, said):
         ("debug", "sampling", ["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         ("debug", "decoding", [], "--program decoding: debug completes no texts"),
         ("arithmetic_sft", "reading", ["--eval.num-prompts", "0"], "arithmetic_sft completes no texts"),
-        ("arithmetic_grpo", "acting", [], "--program acting: arithmetic_grpo does not practise with a robot"),
-        ("tabletop_few_rloo", "evaluation", [], "learns from its own attempts, and has no held-out loss"),
+        (
+            "arithmetic_grpo",
+            "acting",
+            [],
+            "--program acting: arithmetic_grpo does not learn from rollouts with a robot",
+        ),
+        ("tabletop_few_rloo", "evaluation", [], "learns from its own rollouts, and has no held-out loss"),
     ],
 )
 def test_a_program_that_a_run_does_not_have_is_refused(name, program, flags, said):
@@ -275,8 +280,8 @@ def test_camera_slots_are_those_of_the_model_or_of_the_data(name, program, camer
     assert found is None if said is None else said in str(found)
 
 
-def test_a_query_of_practice_and_the_held_out_loss_are_lowered_as_a_run_computes_them():
-    """On two devices: for the rows that they act in at a time, at most all attempts, and for one held-out batch."""
+def test_a_query_of_rl_and_the_held_out_loss_are_lowered_as_a_run_computes_them():
+    """On two devices: for the rows that they act in at a time, at most all rollouts, and for one held-out batch."""
     machine = plan.find_machine("h100", 2, 1, None, 50.0)
 
     def training(name, *flags):
@@ -284,13 +289,13 @@ def test_a_query_of_practice_and_the_held_out_loss_are_lowered_as_a_run_computes
         return gpu_programs.Training.of(experiment, machine, jax.devices()[:2], ())
 
     for episodes_per_device in (8, 1_000):
-        acting = training("tabletop_few_rloo", "--practice.episodes-per-device", str(episodes_per_device))
+        acting = training("tabletop_few_rloo", "--rl.episodes-per-device", str(episodes_per_device))
         with jax.set_mesh(acting.trainer.plan.real_mesh):
             drawn = acting.query().out_info
-        model, attempts = acting.experiment.model, acting.experiment.practice.num_attempts
-        rows = min(2 * episodes_per_device, attempts)
+        model, rollouts = acting.experiment.model, acting.experiment.rl.num_rollouts
+        rows = min(2 * episodes_per_device, rollouts)
         assert drawn["actions"].shape == (rows, model.action_horizon, model.action_dim)
-        assert 16 < attempts < 2_000
+        assert 16 < rollouts < 2_000
     assert {name for name in drawn if name.startswith("kept/")}
     held_out = training("debug")
     with jax.set_mesh(held_out.trainer.plan.real_mesh):

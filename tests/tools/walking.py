@@ -10,7 +10,7 @@ from openpi_train.envs.env import Env, EnvObservation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walk(Env):
-    """The state is (place, goal); an action moves. The expert of task k fails attempts whose key says so, k in 4."""
+    """The state is (place, goal); an action moves. The expert of task k fails rollouts whose key says so, k in 4."""
 
     cameras = ("front",)
     action_dim = 1

@@ -1,4 +1,4 @@
-"""The results of a run that practises, iteration by iteration, from the lines of its log."""
+"""The results of a run that learns from its own rollouts, iteration by iteration, from the lines of its log."""
 
 import json
 
@@ -9,16 +9,16 @@ from openpi_train.training.iterations import FILE, iterations_of, write_iteratio
 
 LINES = [
     {"step": 0, "val/loss": 3.0},
-    {"step": 2, "loss": 0.5, "practice/iteration": 1, "practice/attempts": 16, "practice/reward": 0.25},
-    {"step": 4, "loss": 1.5, "practice/iteration": 1, "practice/attempts": 16, "practice/reward": 0.25},
+    {"step": 2, "loss": 0.5, "rl/iteration": 1, "rl/rollouts": 16, "rl/reward": 0.25},
+    {"step": 4, "loss": 1.5, "rl/iteration": 1, "rl/rollouts": 16, "rl/reward": 0.25},
     {"step": 4, "time/checkpoint_stall_s": 0.1},
     {
         "step": 8,
         "loss": "NaN",
-        "practice/iteration": 2,
-        "practice/attempts": 32,
-        "practice/success": 0.75,
-        "practice/success/reach_red": 1.0,
+        "rl/iteration": 2,
+        "rl/rollouts": 32,
+        "rl/success": 0.75,
+        "rl/success/reach_red": 1.0,
         "learning_rate": None,
     },
 ]

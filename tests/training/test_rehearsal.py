@@ -56,7 +56,7 @@ def test_a_simulator_that_is_not_installed_is_told_before_the_run_would_act_in_i
     given = cli.parse_experiment("metaworld_rloo", ["--exp-name", "x", "--checkpoint-base-dir", str(tmp_path)])
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "metaworld" else find(name))
-    for one in (given, dataclasses.replace(given, practice=None)):  # to practise, and to be evaluated
+    for one in (given, dataclasses.replace(given, rl=None)):  # to learn from rollouts, and to be evaluated
         together = Together()
         check_files(one, one, together)
         assert "pip install 'openpi_train[sim]'" in str(together.errors[0])

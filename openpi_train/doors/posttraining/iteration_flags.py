@@ -1,7 +1,7 @@
 """How many completions an iteration of ppo or grpo has, and how often they are learnt from.
 
 An iteration makes as many completions as one optimizer step takes, times `num_mini_batches`, as TRL's does; more if
-that is no whole group. Read next: `practice/practice.py`.
+that is no whole group. Read next: `rl/rollouts.py`.
 """
 
 import math
@@ -29,13 +29,13 @@ def iteration_flags(file: YamlConfig, *, rows: int, accum: int, of_all: bool, gr
 
     Raises UsageError.
     """
-    group_size = file.spelled("practice.group-size", YamlConfig.count, *file.own(*_GROUP_SIZE)) or group_size
-    epochs = file.spelled("practice.epochs", YamlConfig.count, *file.own(*_EPOCHS[file.algorithm])) or epochs
-    file.spelled("practice.completions-per-device", YamlConfig.count, *file.own(*_AT_A_TIME))
-    attempts = math.lcm(rows * _mini_batches(file, rows, accum, of_all), group_size)
+    group_size = file.spelled("rl.group-size", YamlConfig.count, *file.own(*_GROUP_SIZE)) or group_size
+    epochs = file.spelled("rl.epochs", YamlConfig.count, *file.own(*_EPOCHS[file.algorithm])) or epochs
+    file.spelled("rl.completions-per-device", YamlConfig.count, *file.own(*_AT_A_TIME))
+    rollouts = math.lcm(rows * _mini_batches(file, rows, accum, of_all), group_size)
     keys = (*file.own(*_MINI_BATCHES, *_MICROS), *file.in_section(*_COMPLETIONS))
-    file.flag("practice.num-groups", attempts // group_size, *keys)
-    file.iteration_steps = epochs * attempts // rows
+    file.flag("rl.num-groups", rollouts // group_size, *keys)
+    file.iteration_steps = epochs * rollouts // rows
 
 
 def _mini_batches(file: YamlConfig, rows: int, accum: int, of_all: bool) -> int:

@@ -1,7 +1,7 @@
 """The `posttrain` verb: an experiment on a language model from a YAML config of the PyTorch post-training tool.
 
 Values for absent keys are those of the tool's own example: 3 epochs, 4 rows per device, AdamW at 5e-5 falling linearly
-to 0, float32. Read next: `training_flags.py`, `posttrain_practice.py` for ppo and grpo.
+to 0, float32. Read next: `training_flags.py`, `posttrain_rl.py` for ppo and grpo.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from openpi_train.data.text.text_data import RowKind, TextData
 from openpi_train.doors.config_file import not_replaced
 from openpi_train.doors.door_requests import PosttrainRequest
 from openpi_train.doors.own_checkpoint import going_on
-from openpi_train.doors.posttraining.posttrain_practice import with_practice
+from openpi_train.doors.posttraining.posttrain_rl import with_rl
 from openpi_train.doors.posttraining.prompt_files import PROMPTS, prompt_datasets
 from openpi_train.doors.posttraining.reward_keys import NoRewardError
 from openpi_train.doors.posttraining.text_sources import NoSourcesError, shares
@@ -27,7 +27,7 @@ from openpi_train.doors.posttraining.training_flags import (
     TranslatedConfig,
     translate_config,
 )
-from openpi_train.doors.posttraining.yaml_config import PRACTISING, Algorithm
+from openpi_train.doors.posttraining.yaml_config import RL_ALGORITHMS, Algorithm
 from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
@@ -59,7 +59,7 @@ _OBJECTIVES: Mapping[Algorithm, type[Objective]] = {
     "sft": SupervisedText,
     "rm": RewardPairs,
     "dpo": PreferencePairs,
-    **dict.fromkeys(PRACTISING, PolicyGradient),
+    **dict.fromkeys(RL_ALGORITHMS, PolicyGradient),
 }
 # The parameters that decay: all but norms and biases, as in transformers' `Trainer.get_decay_parameter_names`.
 DECAYING = r"^(?!.*(norm/|bias))"
@@ -68,7 +68,7 @@ _COLUMNS: Mapping[Algorithm, tuple[str, ...]] = {
     "sft": ("text", "messages", "conversations", "completion", "response"),
     "rm": ("chosen",),
     "dpo": ("chosen",),
-    **dict.fromkeys(PRACTISING, PROMPTS),
+    **dict.fromkeys(RL_ALGORITHMS, PROMPTS),
 }
 # Values of --algorithm.
 _NAMES: Mapping[str, Algorithm] = {"sft": "sft", "rm": "rm", "reward": "rm", "dpo": "dpo", "ppo": "ppo", "grpo": "grpo"}
@@ -96,7 +96,7 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
         config, _algorithm(request, config), _replaced(request), name=Path(request.config).stem
     )
     logger.info("%s, key by key:\n%s", request.config, translated.report())
-    if translated.algorithm in PRACTISING and not translated.rewards and request.mode == "train":
+    if translated.algorithm in RL_ALGORITHMS and not translated.rewards and request.mode == "train":
         raise NoRewardError(translated.algorithm)
     if translated.resumed is not None and not translated.resumed.is_dir() and request.mode == "train":
         raise UsageError(
@@ -118,10 +118,10 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
     """The experiment without its flags, and the prefix of the flags of its language model."""
     language, tokenizer = _language_model(translated.model)
     model, prefix = _model_around(language, translated)
-    practises = translated.algorithm in PRACTISING
+    learns_from_rollouts = translated.algorithm in RL_ALGORITHMS
     kind: RowKind = "texts" if translated.algorithm == "sft" else "preferences"
     with reported_as(DataError):
-        if practises:
+        if learns_from_rollouts:
             kind, datasets = prompt_datasets(translated.sources)
         else:
             datasets = tuple(source.dataset() for source in translated.sources)
@@ -155,7 +155,7 @@ def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
         eval=Evaluations(interval=500 if holds_out else 0),
         checkpoint_base_dir=DEFAULT_OUTPUT,
     )
-    return with_practice(experiment, translated) if practises else experiment, prefix
+    return with_rl(experiment, translated) if learns_from_rollouts else experiment, prefix
 
 
 def prepare_data(experiments: Sequence[Experiment]) -> None:

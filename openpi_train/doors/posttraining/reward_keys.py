@@ -1,4 +1,4 @@
-"""What ppo and grpo are rewarded for, in a YAML config. Read next: `practice/rewards/text_reward.py`."""
+"""What ppo and grpo are rewarded for, in a YAML config. Read next: `rl/rewards/text_reward.py`."""
 
 import json
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ def rewards_of(file: YamlConfig) -> tuple[tuple[str, float], ...]:
     given = file.agreed(YamlConfig.entries, *weights)
     factors = _factors(given, len(names), weights[0])
     found = [(_reward(name), factor) for name, factor in zip(names, factors, strict=True)]
-    file.note(", ".join(f"--practice.rewards.{n}.name {name}" for n, (name, _) in enumerate(found)), *functions)
-    file.note(", ".join(f"--practice.rewards.{n}.weight {factor:g}" for n, factor in enumerate(factors)), *weights)
+    file.note(", ".join(f"--rl.rewards.{n}.name {name}" for n, (name, _) in enumerate(found)), *functions)
+    file.note(", ".join(f"--rl.rewards.{n}.weight {factor:g}" for n, factor in enumerate(factors)), *weights)
     model = file.agreed(YamlConfig.text, *models)
     if model is not None:
-        file.note(f"--practice.rewards.{len(found)}.name model:{address_of(model)}", *models)
+        file.note(f"--rl.rewards.{len(found)}.name model:{address_of(model)}", *models)
         found.append((f"model:{address_of(model)}", 1.0))
     return tuple(found)
 

@@ -14,8 +14,8 @@ from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.own_checkpoint import own_checkpoint
 from openpi_train.doors.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
 from openpi_train.doors.posttraining.model_keys import MODEL_KEY, start_model
-from openpi_train.doors.posttraining.practice_flags import practice_flags
 from openpi_train.doors.posttraining.reward_keys import rewards_of
+from openpi_train.doors.posttraining.rl_flags import rl_flags
 from openpi_train.doors.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.doors.posttraining.yaml_config import Algorithm, YamlConfig
 from openpi_train.runtime.exits import UsageError
@@ -84,7 +84,7 @@ def translate_config(
     file.plain_own({"lr-schedule.peak-lr": "number learning_rate"})
     _batch(file, deepspeed)
     _schedule(file)
-    with_reference = file.practises and _practice(file, deepspeed)
+    with_reference = file.learns_from_rollouts and _rl(file, deepspeed)
     _length(file)
     _precision(file)
     _saving(file)
@@ -93,7 +93,7 @@ def translate_config(
     _data(file)
     _objective(file)
     sources, model = text_sources(file), start_model(file)
-    rewards = rewards_of(file) if file.practises else ()
+    rewards = rewards_of(file) if file.learns_from_rollouts else ()
     resumed = _resume(file)
     file.leave_others()
     lines = file.lines()
@@ -128,7 +128,7 @@ def _length(file: YamlConfig) -> None:
 
 def _batch(file: YamlConfig, deepspeed: BesideDeepSpeed) -> None:
     rows_keys, accum_key = ("per_device_train_batch_size", "dataloader.batch_size"), "gradient_accumulation_steps"
-    if file.practises:
+    if file.learns_from_rollouts:
         rows_keys += file.in_section("mini_batch_size")
     rows = file.spelled("micro-batch-size", YamlConfig.count, *rows_keys)
     accum = file.spelled("grad-accum", YamlConfig.count, accum_key)
@@ -139,10 +139,10 @@ def _batch(file: YamlConfig, deepspeed: BesideDeepSpeed) -> None:
         file.flag("keep-effective-batch-size", False, *rows_keys, accum_key)
 
 
-def _practice(file: YamlConfig, deepspeed: BesideDeepSpeed) -> bool:
+def _rl(file: YamlConfig, deepspeed: BesideDeepSpeed) -> bool:
     """The keys of ppo and grpo. Returns whether there is a reference."""
     rate = deepspeed.flags.get("lr-schedule.peak-lr")
-    return practice_flags(
+    return rl_flags(
         file,
         rows=file.flags.get("batch-size") or deepspeed.batch or DEFAULT_ROWS,
         accum=file.flags.get("grad-accum") or deepspeed.accum or 1,
@@ -220,7 +220,7 @@ def _evaluation(file: YamlConfig) -> None:
 
 
 def _data(file: YamlConfig) -> None:
-    if file.practises:
+    if file.learns_from_rollouts:
         return  # its prompts and completions have lengths of their own
     file.spelled("data.max-length", YamlConfig.count, "data.max_length", *file.own("max_length"))
     sides = file.own("truncation_side")

@@ -8,7 +8,7 @@ from openpi_train.doors.yaml_file import YamlFile
 
 Algorithm = Literal["sft", "rm", "dpo", "ppo", "grpo"]
 # The algorithms that learn from a policy's own completions.
-PRACTISING: tuple[Algorithm, ...] = ("ppo", "grpo")
+RL_ALGORITHMS: tuple[Algorithm, ...] = ("ppo", "grpo")
 # The sections of hyperparameters that belong to an algorithm, by its name.
 SECTIONS: Mapping[Algorithm, tuple[str, ...]] = {
     "sft": ("sft",),
@@ -25,7 +25,7 @@ class YamlConfig(YamlFile):
     def __init__(self, config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any]):
         super().__init__(config, WITHOUT_FLAG, "the tool", given)
         self.algorithm: Algorithm = algorithm
-        # The optimizer steps of an iteration of practice, within which nothing is saved.
+        # The optimizer steps of an iteration of RL, within which nothing is saved.
         self.iteration_steps = 1
 
     def steps(self, key: str, default: int | None = None) -> int | None:
@@ -41,9 +41,9 @@ class YamlConfig(YamlFile):
         return -(-num_steps // self.iteration_steps) * self.iteration_steps
 
     @property
-    def practises(self) -> bool:
+    def learns_from_rollouts(self) -> bool:
         """Whether the algorithm learns from the policy's own completions."""
-        return self.algorithm in PRACTISING
+        return self.algorithm in RL_ALGORITHMS
 
     def own(self, *names: str) -> tuple[str, ...]:
         """The keys of the algorithm's own hyperparameters: in `training`, at the top, or in its section."""

@@ -2,7 +2,7 @@
 
 Model, robot and environment are those of the run whose checkpoint the config names, or of a named experiment. Values
 for absent keys are those of the trainers: RLOO, groups that are mixed, AdamW at a constant 1e-5, three checkpoints.
-Read next: `ript_flags.py`, `practice/robot_practice.py`.
+Read next: `ript_flags.py`, `rl/robot_rl.py`.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from openpi_train.interop import checkpoint_formats, ours
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
-from openpi_train.practice.estimator import AdvantageEstimator
-from openpi_train.practice.robot_practice import RobotPractice
+from openpi_train.rl.estimator import AdvantageEstimator
+from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
-from openpi_train.sampling.action_law import ActionLaw
-from openpi_train.sampling.action_token_law import ActionTokenLaw
+from openpi_train.sampling.action_distribution import ActionDistribution
+from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
 from openpi_train.sampling.denoising import DenoisingSampler
-from openpi_train.sampling.denoising_law import DenoisingLaw
+from openpi_train.sampling.denoising_distribution import DenoisingDistribution
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.sampling.flow_law import FlowLaw
+from openpi_train.sampling.flow_distribution import FlowDistribution
 from openpi_train.training.documented_links import documented
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _LINKS = {
     "{base}/checkpoints/checkpoint_latest": "latest",
 }
 _GUIDES_POLICY = ("output", "tabletop_few", "quick_distributed_test")
-# Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/practice.md).
+# Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/reinforcement_learning.md).
 _NOISE = 1.0
 
 
@@ -59,15 +59,15 @@ def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experimen
     documented(_LINKS)
     base = _base(request, translated)
     logger.info("model, robot and environment: those of %s", base.name)
-    return practising(base, _env(translated.env)), [*(word for flag in translated.flags for word in flag), *given]
+    return learning(base, _env(translated.env)), [*(word for flag in translated.flags for word in flag), *given]
 
 
-def practising(base: Experiment, env: Env | None) -> Experiment:
-    """`base`, practising in `env`, or None: in its own environment. Raises UsageError if there is none."""
+def learning(base: Experiment, env: Env | None) -> Experiment:
+    """`base`, learning from rollouts in `env`, or None: in its own environment. Raises UsageError if there is none."""
     base = base if env is None else on_env(base, env)
-    loop, own = base.robot_eval.closed_loop, base.practice
-    if not isinstance(own, RobotPractice):
-        own = RobotPractice(
+    loop, own = base.robot_eval.closed_loop, base.rl
+    if not isinstance(own, RobotRL):
+        own = RobotRL(
             env=loop.env,
             execute=loop.execute,
             max_steps=loop.max_steps,
@@ -81,13 +81,13 @@ def practising(base: Experiment, env: Env | None) -> Experiment:
         )
     loop = loop if loop.env.tasks else dataclasses.replace(loop, env=own.env)
     objective = base.objective
-    if not objective.practises:
-        objective = PolicyGradient(law=_law(base), average="attempts")
+    if not objective.learns_from_rollouts:
+        objective = PolicyGradient(distribution=_distribution(base), average="rollouts")
     rate = LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-5)
     return dataclasses.replace(
         begun_anew(base, name=NAME, rate=rate, output="./output"),
         objective=objective,
-        practice=dataclasses.replace(own, advantages=AdvantageEstimator(kind="rloo"), mixed_only=True),
+        rl=dataclasses.replace(own, advantages=AdvantageEstimator(kind="rloo"), mixed_only=True),
         num_epochs=None,
         profile=0,
         keep_period=None,
@@ -109,7 +109,7 @@ def _base(request: RiptRequest, translated: TranslatedRipt) -> Experiment:
         how = "name the run of one that is there"
         if Path(translated.policy).parts[-3:] == _GUIDES_POLICY:
             how = "./scripts/quick_distributed_test.sh makes this one, so run that first, or name your own run"
-        raise CheckpointError(f"{error}\npolicy_path is the policy that practice begins from: {how}") from error
+        raise CheckpointError(f"{error}\npolicy_path is the policy that RL begins from: {how}") from error
     recorded = ours.recorded_experiment(place)[0] if ours.recognises(place) else None
     if recorded is None:
         raise UsageError(
@@ -128,17 +128,17 @@ def _env(name: str | None) -> Env | None:
         raise UsageError(f"{ENV}: {error} (--env NAME takes its place)") from error
 
 
-def _law(base: Experiment) -> ActionLaw:
-    """The law whose evaluations are those of `base`."""
+def _distribution(base: Experiment) -> ActionDistribution:
+    """The distribution whose evaluations are those of `base`."""
     sampler, steps = base.objective.action_sampler, base.robot_eval.num_sample_steps
     match sampler:
         case FlowSampler():
-            return FlowLaw(num_steps=steps, noise=_NOISE, augmentation=sampler.augmentation)
+            return FlowDistribution(num_steps=steps, noise=_NOISE, augmentation=sampler.augmentation)
         case DenoisingSampler():
-            return DenoisingLaw(
+            return DenoisingDistribution(
                 num_steps=steps,
                 noise_schedule=sampler.noise_schedule,
                 sampler=sampler.kind,
                 augmentation=sampler.augmentation,
             )
-    return ActionTokenLaw(augmentation=sampler.augmentation)
+    return ActionTokenDistribution(augmentation=sampler.augmentation)

@@ -16,7 +16,7 @@ from openpi_train.doors.torch_optimizer import translate_optimizer
 from openpi_train.doors.yaml_file import YamlFile
 from openpi_train.runtime.exits import UsageError
 
-# Attempts of a group, groups of a device, passes over an iteration's attempts, iterations, and those between saves.
+# Rollouts of a group, groups of a device, passes over an iteration's rollouts, iterations, and those between saves.
 _GROUP_SIZE, _GROUPS, _EPOCHS, _ITERATIONS, _SAVE_EVERY = 4, 2, 4, 20, 10
 # Steps of a trace by the profiler.
 _PROFILED = 10
@@ -30,7 +30,7 @@ _TASKS, _TASK = "task.task_names_to_use", "task.task_name"
 ENV = "task.benchmark_name"
 _TRACK, _SKIP = "algo.enable_rollout_stats_tracking", "algo.rollout_skip_threshold"
 _NAME = "exp_name"
-_STATES, _LENGTH = "practice.states-per-task", "practice.max-steps"
+_STATES, _LENGTH = "rl.states-per-task", "rl.max-steps"
 # Flags that are one value each: how it is read, and all spellings of its key.
 _PLAIN = {
     "exp-name": "text exp_name",
@@ -48,12 +48,10 @@ _PLAIN = {
     "optimizer.momentum": "number optimizer.momentum",
     "optimizer.clip-gradient-norm": "bound algo.grad_norm_clip algo.grad_norm_clip_model grad_clip",
     "objective.kl-weight": "number algo.kl_coef",
-    "practice.mixed-only": "boolean algo.enable_dynamic_sampling enhanced_sampling.enable_smart_filtering",
+    "rl.mixed-only": "boolean algo.enable_dynamic_sampling enhanced_sampling.enable_smart_filtering",
     _STATES: "count task.num_init_states dataset.num_init_states task.demos_per_env",
     _LENGTH: "count task.max_episode_length algo.max_episode_length",
-    "practice.episodes-per-device": (
-        "count task.num_parallel_envs algo.num_parallel_envs task.env_runner.num_parallel_envs"
-    ),
+    "rl.episodes-per-device": ("count task.num_parallel_envs algo.num_parallel_envs task.env_runner.num_parallel_envs"),
     "model.remat": "recomputes data_parallel.enable_gradient_checkpointing",
     "project-name": "text logging.project",
 }
@@ -94,7 +92,7 @@ def translate_ript(
     _tracking(file)
     policy, env = file.agreed(YamlFile.text, *_POLICY_KEYS), file.text(ENV)
     file.flag("weight-loader.params-path", policy, *_POLICY_KEYS)
-    file.note("the environment, in practice and in evaluations", ENV)
+    file.note("the environment, in RL and in evaluations", ENV)
     return TranslatedRipt(policy=policy, env=env, lines=file.lines(), flags=file.words)
 
 
@@ -107,19 +105,19 @@ def _resume(file: YamlFile) -> None:
 
 
 def _iteration(file: YamlFile) -> tuple[int, int]:
-    """The attempts of an optimizer step on one device, and the steps of an iteration on any number of them."""
+    """The rollouts of an optimizer step on one device, and the steps of an iteration on any number of them."""
     group_size = file.count(_GROUP_SIZE_KEY, _GROUP_SIZE) or _GROUP_SIZE
     groups = file.agreed(YamlFile.count, *_GROUPS_KEYS) or _GROUPS
     epochs = file.agreed(YamlFile.count, *_EPOCHS_KEYS) or _EPOCHS
     batch_size = file.count(_BATCH_KEY) or groups * group_size
     if groups * group_size % batch_size:
         raise UsageError(
-            f"{_BATCH_KEY} is {batch_size}, which does not divide the {groups * group_size} attempts of an iteration "
+            f"{_BATCH_KEY} is {batch_size}, which does not divide the {groups * group_size} rollouts of an iteration "
             f"on a device ({groups} groups of {group_size})"
         )
-    file.flag("practice.group-size", group_size, _GROUP_SIZE_KEY)
-    file.flag("practice.num-groups", groups, *_GROUPS_KEYS)
-    file.flag("practice.epochs", epochs, *_EPOCHS_KEYS)
+    file.flag("rl.group-size", group_size, _GROUP_SIZE_KEY)
+    file.flag("rl.num-groups", groups, *_GROUPS_KEYS)
+    file.flag("rl.epochs", epochs, *_EPOCHS_KEYS)
     file.flag("batch-size", batch_size, _BATCH_KEY)
     # Of one device: the number of devices is not known yet.
     file.flag("keep-effective-batch-size", False, *_GROUPS_KEYS, _BATCH_KEY)
@@ -175,7 +173,7 @@ def _sampling(file: YamlFile) -> None:
     tries = "enhanced_sampling.max_sampling_attempts"
     if most := file.count(tries):
         # A try is a group there; here a wave, of all groups.
-        file.flag("practice.max-waves", math.ceil(most / file.flags["practice.num-groups"]), tries)
+        file.flag("rl.max-waves", math.ceil(most / file.flags["rl.num-groups"]), tries)
     states = _PLAIN[_STATES].split()[1]
     tracks, times = file.boolean(_TRACK), file.whole(_SKIP)
     if tracks is False or times == 0:
@@ -184,11 +182,11 @@ def _sampling(file: YamlFile) -> None:
         file.note(f"no initial state is drawn twice, so none is passed over; {states} sets a number", _TRACK)
         file.note(f"needs {states}", _SKIP)
     elif times is not None or tracks:
-        file.flag("practice.skip-solved", 3 if times is None else times, _SKIP, _TRACK)
+        file.flag("rl.skip-solved", 3 if times is None else times, _SKIP, _TRACK)
 
 
 def _tasks(file: YamlFile) -> None:
-    """The tasks of practice and of evaluations, by name or by number."""
+    """The tasks of RL and of evaluations, by name or by number."""
     several, single = file.entries(_TASKS), file.values.get(_TASK)
     file.expect(_TASK)
     if several:
@@ -200,7 +198,7 @@ def _tasks(file: YamlFile) -> None:
     for one in chosen:
         if isinstance(one, bool) or not isinstance(one, int | str):
             raise UsageError(f"{key} has {json.dumps(one)}; a task is its name, or its number from 0")
-    for name in ("practice.tasks", "eval.closed-loop.tasks"):
+    for name in ("rl.tasks", "eval.closed-loop.tasks"):
         file.flag(name, tuple(map(str, chosen)) or None, key)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from openpi_train_configs.act_runs import act_aloha_sim
 from openpi_train_configs.fast import pi0_fast_tiny
-from openpi_train_configs.metaworld_practice import metaworld_rloo
+from openpi_train_configs.metaworld_rl import metaworld_rloo
 from openpi_train_configs.robot_dp import pusht_dp
 from openpi_train_configs.tabletop_runs import pi0_bridge_traj_tiny, tabletop_dp
 
@@ -159,12 +159,12 @@ def test_other_models_keep_their_slots():
         assert dataset.robot.cameras == {"base_0_rgb": FEATURES["front"], wrist: FEATURES["wrist"]}
 
 
-def test_other_formats_practice_and_what_is_not_there_are_refused(tmp_path):
+def test_other_formats_rl_and_what_is_not_there_are_refused(tmp_path):
     with pytest.raises(
         UsageError, match=r"for LeRobot datasets, and .* is Zarr: .*`data convert PATH NEW --to lerobot`"
     ):
         on_features(pusht_dp, relative=False)
-    with pytest.raises(UsageError, match="practises with a robot of its environment"):
+    with pytest.raises(UsageError, match="learns from rollouts with a robot of its environment"):
         on_features(on_dataset(metaworld_rloo, LeRobot(path=str(FOLDER))), relative=False)
     with pytest.raises(DataError, match="holds no LeRobot dataset"):
         on_features(on_dataset(act_aloha_sim, LeRobot(path=str(tmp_path))), relative=False)

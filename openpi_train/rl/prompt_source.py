@@ -1,0 +1,88 @@
+"""The prompts that a policy learns from rollouts on, in an endless, reshuffled pass. Read next: `text_actor.py`."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from openpi_train.data.core.mixture import Mixture
+from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.text_prompts import TextPrompt, prompt_of
+from openpi_train.runtime.exits import DataError
+
+logger = logging.getLogger(__name__)
+
+# Prompts whose references are looked at for the tokens that end them.
+_LOOKED_AT = 256
+# Draws that are looked up at once.
+_BLOCK = 1024
+
+
+class PromptSource:
+    """The prompts of a run's training texts that have at most `most_tokens`; the others are left out, with a warning.
+
+    Raises DataError if a dataset has no such prompt.
+    """
+
+    def __init__(self, data: OpenedText, most_tokens: int):
+        self._members, self._tokenizer = data.train.members, data.words
+        self._samples: list[np.ndarray] = []
+        longest = 0
+        for member in self._members:
+            store, samples = member.store, member.samples
+            texts = samples * store.texts_per_sample
+            # The tokens before the first target; a prompt alone has none.
+            lengths = store.text_lengths[texts]
+            if store.kind != "prompt only":
+                lengths = np.minimum(lengths, store.first_target[texts])
+            usable = (lengths > 0) & (lengths <= most_tokens)
+            if not usable.any():
+                raise DataError(
+                    f"{member.name} has no prompt of at most {most_tokens} tokens: give a prompt column "
+                    "(--data.datasets.N.columns prompt=...), or raise --data.max-length, which is the most tokens of "
+                    "a prompt and its completion"
+                )
+            if not usable.all():
+                logger.warning(
+                    "%s: %d of %d samples have no prompt of at most %d tokens and are left out (--data.max-length "
+                    "less --rl.max-new-tokens)",
+                    *(member.name, (~usable).sum(), len(usable), most_tokens),
+                )
+            self._samples.append(samples[usable])
+            longest = max(longest, int(lengths[usable].max()))
+        self.longest = longest
+        sizes = [len(samples) for samples in self._samples]
+        self.num_prompts = sum(sizes)
+        self._firsts = np.cumsum([0, *sizes[:-1]])
+        self._mixture = Mixture(sizes, [member.weight for member in self._members], data.train.mixture.seed)
+        self._block, self._located = -1, (np.zeros(0), np.zeros(0), np.zeros(0))
+        # The rows of the data, and which of them are left out.
+        self.identity: Mapping[str, Any] = {"texts": data.train.identity, "most_tokens": most_tokens}
+
+    def prompt_id(self, draw: int) -> int:
+        """The number of the prompt that is drawn as the `draw`-th."""
+        dataset, index = self._locate(draw)
+        return int(self._firsts[dataset]) + index
+
+    def prompt(self, draw: int) -> TextPrompt:
+        """The prompt that is drawn as the `draw`-th."""
+        dataset, index = self._locate(draw)
+        return prompt_of(self._members[dataset], int(self._samples[dataset][index]), self._tokenizer)
+
+    def ends(self) -> list[int]:
+        """The special tokens that end references, which are not always the tokenizer's own (in conversations)."""
+        found = (
+            prompt_of(member, int(sample), self._tokenizer).end
+            for member, samples in zip(self._members, self._samples, strict=True)
+            for sample in samples[:_LOOKED_AT]
+        )
+        return list(dict.fromkeys(end for end in found if end is not None))
+
+    def _locate(self, draw: int) -> tuple[int, int]:
+        block, place = divmod(draw, _BLOCK)
+        if block != self._block:
+            self._block = block
+            self._located = self._mixture.locate(block * _BLOCK + np.arange(_BLOCK))
+        dataset, _, index = self._located
+        return int(dataset[place]), int(index[place])

@@ -1,0 +1,118 @@
+"""`Judge`: the rewards of completions, shared out over the processes, gathered and added.
+
+Read next: `text_reward.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from openpi_train.rl.rewards.function_reward import InterruptedReward
+from openpi_train.rl.rewards.text_reward import Completed, TextReward
+from openpi_train.runtime import agree
+from openpi_train.runtime.exits import DataError
+from openpi_train.runtime.preempt import StoppedError
+
+_SHOWN = 80  # characters of a prompt in a message
+# The largest size of a reward: the square of one is a float64.
+_LARGEST = 1e30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Of every completion, float64 [n]: the weighted sum of all terms, the first term alone, and each by name.
+
+    NaN stands for none. A term that has none leaves the sum to the others.
+    """
+
+    total: np.ndarray
+    outcomes: np.ndarray
+    parts: dict[str, np.ndarray]
+
+
+class Judge:
+    """Rewards completions in a run. Each process computes its share of them.
+
+    Args: `timeout_s`, `on_timeout`, `memory_gib` and `environment` are those of `FunctionReward`.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[TextReward],
+        running: Any,
+        *,
+        timeout_s: float,
+        on_timeout: str,
+        memory_gib: float = 64.0,
+        environment: Sequence[str] = (),
+    ):
+        self._rewards = tuple(rewards)
+        self._terms = [
+            reward.term(
+                running, timeout_s=timeout_s, on_timeout=on_timeout, memory_gib=memory_gib, environment=environment
+            )
+            for reward in rewards
+        ]
+
+    def __call__(self, completed: Sequence[Completed]) -> Rewards:
+        """The rewards of these completions, equal on all processes. Every process must call it with the same ones.
+
+        Raises DataError on all processes if a reward fails, or is no finite number, on one; StoppedError if the run is
+        asked to stop meanwhile.
+        """
+        index, count = jax.process_index(), jax.process_count()
+        mine: dict[int, list[float | None]] = {}
+        values, problem, stopping = np.full((len(self._terms), len(completed)), np.nan), None, False
+        try:
+            for number, term in enumerate(self._terms):
+                if not term.together:
+                    mine[number] = self._checked(number, completed[index::count])
+        except InterruptedReward:
+            stopping = True
+        except Exception as error:
+            problem = f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        told = {"values": list(mine.values()), "problem": problem, "stopping": stopping}
+        parts = agree.gather("rewards of completions", told)
+        if problems := [f"process {n}: {part['problem']}" for n, part in enumerate(parts) if part["problem"]]:
+            raise DataError(problems[0])
+        if any(part["stopping"] for part in parts):
+            raise StoppedError
+        for process, part in enumerate(parts):
+            for number, found in zip(mine, part["values"], strict=True):
+                values[number, process::count] = np.array(found, np.float64)  # None becomes NaN
+        for number, term in enumerate(self._terms):
+            if term.together:
+                values[number] = np.array(self._checked(number, completed), np.float64)
+        weights = np.array([reward.weight for reward in self._rewards])
+        known = ~np.isnan(values)
+        total = np.where(known.any(axis=0), (weights[:, None] * np.where(known, values, 0.0)).sum(axis=0), np.nan)
+        named = zip(self._rewards, values, strict=True)
+        return Rewards(
+            total=total,
+            outcomes=values[0],
+            parts={f"reward/{number}_{label_of(reward.name)}": one for number, (reward, one) in enumerate(named)},
+        )
+
+    def close(self) -> None:
+        """End processes of reward functions."""
+        for term in self._terms:
+            term.close()
+
+    def _checked(self, number: int, completed: Sequence[Completed]) -> list[float | None]:
+        values = self._terms[number](completed)
+        for one, value in zip(completed, values, strict=True):
+            if value is not None and not abs(value) < _LARGEST:
+                raise DataError(
+                    f"the reward {self._rewards[number].name} of a completion of {one.prompt[:_SHOWN]!r} is {value}; "
+                    f"needed is a finite number, below {_LARGEST:g}, or None for no reward"
+                )
+        return values
+
+
+def label_of(name: str) -> str:
+    """The part of a metric's name that stands for a reward: the function of a file, or what is before a colon."""
+    first, _, rest = name.partition(":")
+    return rest if first.endswith(".py") else first
