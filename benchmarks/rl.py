@@ -1,7 +1,7 @@
 """What policies gain by RL: success before, during and after, over several seeds, with intervals.
 
-Uses the commands of a user: each study imitates first, and learns from rollouts from these weights. Initial states and problems
-that are counted are in no training data. Read next: `rl_studies.py`, `docs/rl.md`.
+Uses the commands of a user: each study imitates first, and goes on by RL from these weights. Initial states and
+problems that are counted are in no training data. Read next: `rl_studies.py`, `docs/reinforcement_learning.md`.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> list[Table]:
 
 
 def checked(study: Study) -> Experiment:
-    """The experiment that learns from its own rollouts. Raises UsageError if a command of the study is not understood."""
+    """The experiment of RL. Raises UsageError if a command of the study is not understood."""
     known = study.flags if not study.before else ()  # the others name data that are made first
     imitates = (*known, *study.start_flags, *study.quiet_flags)
     for name, more in ((study.start, imitates), (study.rl, known)):
@@ -104,7 +104,7 @@ def counted(study: Study, out: Path) -> int:
 
 
 def trained(study: Study, seed: int, out: Path, *, quick: bool = False) -> Trained:
-    """Imitate, learn from rollouts and, where that is compared, imitate for as long; what is there already is not done again."""
+    """Imitate, go on by RL and, where that is compared, imitate for as long; what is there is not done again."""
     runs = Runs(study, seed, out)
     out.mkdir(parents=True, exist_ok=True)
     made = out / f"{study.start}.made"  # all seeds have the same data

@@ -1,4 +1,4 @@
-"""The studies of `rl.py`: what imitates, what learns from rollouts from its weights, and what is wanted of the success.
+"""The studies of `rl.py`: what imitates, what goes on by RL, and what is wanted of the success.
 
 What is wanted holds of means over seeds. Read next: `rl.py`.
 """
@@ -24,7 +24,7 @@ _EVERY_50 += ("--eval.closed-loop.interval", "50", "--eval.closed-loop.episodes-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """An experiment that imitates, with its flags, and one that learns from rollouts from its weights.
+    """An experiment that imitates, with its flags, and one that goes on by RL.
 
     `before` are commands that make its data, which all its runs take by `flags`. `{out}` is the output folder.
 

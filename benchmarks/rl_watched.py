@@ -73,7 +73,7 @@ def _cpu_s(pid: int | None) -> float:
 
 
 def _watched(experiment: Experiment, **rl: Any) -> Experiment:
-    """The experiment, which is not evaluated in its environment, with an RL that is watched."""
+    """The experiment, which is not evaluated in its environment, with an actor that is watched."""
     given = {field.name: getattr(experiment.rl, field.name) for field in dataclasses.fields(RobotRL)}
     return dataclasses.replace(
         experiment,

@@ -128,8 +128,8 @@ def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
     """The experiment with the robots that its LeRobot datasets describe (`data/formats/lerobot/described.py`).
 
     A model without padded dims gets the first one's dims and cameras. Norm stats are those of the datasets, and no
-    environment is evaluated in. Raises UsageError for other datasets, or a run that learns from its own rollouts; DataError if features
-    are missing.
+    environment is evaluated in. Raises UsageError for other datasets, or a run that learns from its own rollouts;
+    DataError if features are missing.
     """
     data, model, flag = experiment.demonstrations, experiment.policy, "--data.robot"
     others = [one.source for one in data.datasets if not isinstance(one.source, LeRobot)]

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from openpi_train.former_names import present_words
 from openpi_train.runtime.exits import UsageError, reported_as
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _many_fields(argv: Sequence[str], name: str) -> tuple["ManyFields", list[str
     """The flags that set many fields, and the other words. Raises UsageError for two that say the same."""
     from openpi_train.command_line import ManyFields, parse_known
 
-    many, rest = parse_known(ManyFields, argv, name, add_help=False)
+    many, rest = parse_known(ManyFields, present_words(argv), name, add_help=False)
     given = {"--dataset": many.dataset, "--data.repo-id": many.repo_id, "--data.mixture": many.data_mixture}
     if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
         raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")

@@ -193,10 +193,11 @@ class TokenChunkTraces:
 class RolloutBatch:
     """One batch of a policy's own rollouts. A rollout is a row of `u` units: tokens, denoising steps.
 
-    `traces` is what the policy did, in the form of its distribution (`sampling/distribution.py`). `mask` marks the units that count.
-    `is_rollout` marks the rows that are more than filler, also those whose units are all masked. `log_probs` are those
-    of the policy that acted, computed as those of the one that learns; of rows that `is_fresh` marks, both are the same
-    policy, and they are not looked at. `sampling_log_probs` are what its sampler computed while it acted.
+    `traces` is what the policy did, in the form of its distribution (`sampling/distribution.py`). `mask` marks the
+    units that count. `is_rollout` marks the rows that are more than filler, also those whose units are all masked.
+    `log_probs` are those of the policy that acted, computed as those of the one that learns; of rows that `is_fresh`
+    marks, both are the same policy, and they are not looked at. `sampling_log_probs` are what its sampler computed
+    while it acted.
     `values` are those of the critic before it learnt from these rollouts, `returns` what it should have said. What an
     objective does not use is 0. `demonstrations` are chunks of the run's data beside the rollouts, n in every row: all
     leaves are [b, n, ...]; None: there are none.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openpi_train"
 # Low to high: a module imports only from strictly lower rows or from its own folder.
 ROWS = (
-    {"fields", "faults"},
+    {"fields", "faults", "former_names"},
     {"types", "keys", "runtime", "launch"},
     {"command_line", "optim", "robots", "envs"},
     {"parallel"},

@@ -65,7 +65,8 @@ class IndicatorFlow(Objective):
         problems += check_guidance("--objective.distribution.guidance", self.distribution.guidance)
         if self.distribution.guidance is None:
             problems.append(
-                "--objective.distribution.guidance is not given: what acts is told nothing that it learns from. Give 1, or more"
+                "--objective.distribution.guidance is not given: what acts is told nothing that it learns from. Give "
+                "1, or more"
             )
         if self.form == "dropped" and not 0 < self.drop < 1:
             problems.append(

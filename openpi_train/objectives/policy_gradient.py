@@ -59,7 +59,7 @@ class PolicyGradient(Objective):
     # Units of a rollout for `average constant`.
     max_units: int | None = at_least(1, None)
     # How far below 1 a ratio still has an effect: 0.2 is the default of Schulman et al. 2017, TRL and verl for tokens,
-    # and RLinf's for flows whose distribution sums over actions. With a distribution that takes their mean, DPPO's is 0.01.
+    # and RLinf's for flows whose distribution sums over actions. With one that takes their mean, DPPO's is 0.01.
     clip_low: float = at_least(0, 0.2)
     # How far above 1 (DAPO: 0.28).
     clip_high: float = at_least(0, 0.2)

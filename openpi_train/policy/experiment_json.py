@@ -7,6 +7,7 @@ from typing import Any
 
 from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
+from openpi_train.former_names import present_config
 from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError
@@ -19,7 +20,7 @@ def experiment_from_json(
 
     Raises CheckpointError if a class or a field is unknown; with `left_out` (`config_from_json`) only for a class.
     """
-    return config_from_json(value, Experiment, "experiment", classes_of(like), left_out)
+    return config_from_json(present_config(value), Experiment, "experiment", classes_of(like), left_out)
 
 
 def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) -> Experiment:
@@ -35,7 +36,7 @@ def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) 
 
 
 def recorded_json(run: Path) -> Mapping[str, Any] | None:
-    """What a run's directory has recorded of its experiment, as `as_json` stored it; None if there is no run.
+    """What a run's directory has recorded of its experiment, as `as_json` stores it; None if there is no run.
 
     Raises CheckpointError if the file is damaged.
     """
@@ -48,4 +49,4 @@ def recorded_json(run: Path) -> Mapping[str, Any] | None:
         raise CheckpointError(f"{file} cannot be read ({error}); put a copy back") from error
     if not isinstance(found, Mapping) or found.get("__class__") != Experiment.__name__:
         raise CheckpointError(f"{file} is no record of an experiment; put a copy back")
-    return found
+    return present_config(found)

@@ -1,4 +1,4 @@
-"""The initial states that a robot policy learns from rollouts from: which is drawn when, and its keys.
+"""The initial states that a robot policy makes rollouts from: which is drawn when, and its keys.
 
 Read next: `robot_actor.py`.
 They come from keys that neither evaluations nor demonstrations use.

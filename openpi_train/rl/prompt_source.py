@@ -1,4 +1,4 @@
-"""The prompts that a policy learns from rollouts on, in an endless, reshuffled pass. Read next: `text_actor.py`."""
+"""The prompts that a policy completes, in an endless, reshuffled pass. Read next: `text_actor.py`."""
 
 import logging
 from collections.abc import Mapping

@@ -73,7 +73,8 @@ class RobotRL(RLConfig):
             problems.append(f"RobotRL needs an objective whose distribution draws actions: {_distributions_of(model)}")
         elif not distribution.needed <= model.provides:
             problems.append(
-                f"{type(distribution).__name__} is no distribution of a {type(model).__name__}: {_distributions_of(model)}"
+                f"{type(distribution).__name__} is no distribution of a {type(model).__name__}: "
+                f"{_distributions_of(model)}"
             )
         if self.num_demonstrations and not objective.uses_demonstrations:
             problems.append(
@@ -181,4 +182,5 @@ def _distributions_of(model: PolicyConfig) -> str:
     ]
     if not names:
         return f"a {type(model).__name__} has none"
-    return f"give it {' or '.join(names)} in an experiment's file, such as objective=PolicyGradient(distribution={names[0]}())"
+    example = f"objective=PolicyGradient(distribution={names[0]}())"
+    return f"give it {' or '.join(names)} in an experiment's file, such as {example}"

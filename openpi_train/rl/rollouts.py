@@ -1,12 +1,12 @@
-"""The interface of RL: what a run that learns from its own rollouts does besides its steps.
+"""The interface of reinforcement learning: what a run that learns from its own rollouts does besides its steps.
 
-    RL       the config: a field of the experiment
-    Actor          makes rollouts with the current parameters: completions of prompts, episodes of a robot
-    Rollouts       what came of them
+    RLConfig   a field of the experiment, `rl`
+    Actor      makes rollouts with the current parameters: completions of prompts, episodes of a robot
+    Rollouts   what came of them
 
 An iteration is one collection of rollouts, and then the optimizer steps that learn from it. A prompt is what rollouts
-begin with: a prompt, a task and its initial state. Rollouts at one prompt are a group. Read next: `rollout_feed.py`,
-which does all that texts and robots have in common; `text_rl.py`.
+begin with: of texts the prompt, of robots a task and its initial state. Rollouts at one prompt are a group. Read next:
+`rollout_feed.py`, which does all that texts and robots have in common; `text_rl.py`.
 """
 
 import abc
@@ -179,7 +179,7 @@ class RLConfig(abc.ABC):
         return self.epochs * self.num_rollouts // batch_size
 
     def num_prompts(self, data: Any, opened: OpenedData) -> int:
-        """The prompts of a pass over the data. Only of an RL that takes samples."""
+        """The prompts of a pass over the data. Only where `takes_samples`."""
         del data
         return opened.num_samples
 

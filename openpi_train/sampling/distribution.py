@@ -1,7 +1,8 @@
-"""The interface of distributions: how a policy draws what it does, and what the probability of something that it did is.
+"""The interface of policy distributions: how a policy draws what it does, and with which probability.
 
-Whoever acts and whoever learns from it use the same distribution: a ratio of probabilities under two different distributions starts at 1
-too, and its gradient is that of another policy. Read next: `token_distribution.py`, then `objectives/policy_gradient.py`.
+Whoever acts and whoever learns from it use the same one: a ratio of probabilities under two different distributions
+starts at 1, too, and its gradient is that of another policy. Read next: `token_distribution.py`, then
+`objectives/policy_gradient.py`.
 """
 
 import abc
@@ -39,7 +40,7 @@ class Distribution(abc.ABC):
 
     @property
     def action_sampler(self) -> ActionSampler:
-        """The sampler of a robot's actions, without chance, of a policy that acts by this distribution (default: its own)."""
+        """The sampler of a robot's actions, without chance, of a policy that acts by this (default: its own)."""
         return OwnSampler()
 
     @property

@@ -1,4 +1,7 @@
-"""`TokenDistribution`: how tokens are drawn, and their log-probabilities when drawn so. Read next: `nn/token_limits.py`."""
+"""`TokenDistribution`: how tokens are drawn, and their log-probabilities when drawn so.
+
+Read next: `nn/token_limits.py`.
+"""
 
 import dataclasses
 from typing import Any, ClassVar

@@ -81,7 +81,7 @@ def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = (
         )
     if program == "acting" and not _acts(experiment):
         return (
-            f"--program acting: {name} does not learn from rollouts with a robot; what completes texts is compiled by --program "
+            f"--program acting: {name} makes no rollouts of a robot; what completes texts is compiled by --program "
             "reading and --program decoding"
         )
     if program == "evaluation" and experiment.rl is not None:

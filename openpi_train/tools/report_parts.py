@@ -17,6 +17,7 @@ from openpi_train.data.robot.tokens import open_tokenizer
 from openpi_train.envs.video import picture_of, side_by_side
 from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.experiment import Experiment
+from openpi_train.former_names import present_metrics
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -284,19 +285,20 @@ def evaluations(run: RunFiles) -> str:
 
 def own_rollouts(run: RunFiles) -> str:
     """Rollouts of the first and the last iteration of which some were kept to look at."""
-    folders = sorted((path.parent for path in run.path.glob(f"rollouts/*/{ROLLOUTS}")), key=lambda path: int(path.name))
-    if not folders:
+    files = [*run.path.glob(f"rollouts/*/{ROLLOUTS}"), *run.path.glob("attempts/*/attempts.jsonl")]  # the former name
+    files.sort(key=lambda file: int(file.parent.name))
+    if not files:
         raise Missing("no rollouts are kept yet: a run keeps some with --rl.num-shown N.")
-    return "".join(map(_rollouts, dict.fromkeys((folders[0], folders[-1]))))
+    return "".join(map(_rollouts, dict.fromkeys((files[0], files[-1]))))
 
 
-def _rollouts(folder: Path) -> str:
-    lines = [line for _, line in read_json_lines(folder / ROLLOUTS)]
-    rows = [[line["context"], line["reward"], line["units"], "yes" if line["is_cut"] else "no"] for line in lines]
-    parts = [table(["context", "reward", "units", "ended by a limit"], rows)]
+def _rollouts(file: Path) -> str:
+    folder, lines = file.parent, [present_metrics(line) for _, line in read_json_lines(file)]
+    rows = [[line["prompt_id"], line["reward"], line["units"], "yes" if line["is_cut"] else "no"] for line in lines]
+    parts = [table(["prompt", "reward", "units", "ended by a limit"], rows)]
     films = [(folder / line["video"], line["what"]) for line in lines if line["video"]]
     parts += [beside([media(path, what) for path, what in films if path.is_file()])] if films else []
-    parts += [_block(f"context {line['context']}", line["what"]) for line in lines if not line["video"]]
+    parts += [_block(f"prompt {line['prompt_id']}", line["what"]) for line in lines if not line["video"]]
     return f"<h3>Iteration {text(int(folder.name))}</h3>" + "".join(parts)
 
 

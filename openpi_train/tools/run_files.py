@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.core.files import read_json
+from openpi_train.former_names import present_config, present_metrics
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.policy.experiment_json import recorded_json
 from openpi_train.runtime.exits import UsageError
@@ -59,7 +60,7 @@ class RunFiles:
     @functools.cached_property
     def experiment(self) -> Mapping[str, Any]:
         """The experiment of the run."""
-        return self.json("experiment.json")
+        return present_config(self.json("experiment.json"))
 
     @functools.cached_property
     def metrics(self) -> Sequence[Mapping[str, Any]]:
@@ -74,7 +75,7 @@ class RunFiles:
                 found.append(json.loads(line))
             except ValueError:
                 continue
-        return [line for line in found if isinstance(line, dict) and "step" in line]
+        return [present_metrics(line) for line in found if isinstance(line, dict) and "step" in line]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of a metric, where it is a finite number."""

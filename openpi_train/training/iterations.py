@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.core.files import read_json, write_json
+from openpi_train.former_names import present_metrics
 from openpi_train.runtime.exits import CheckpointError, reported_as
 
 FILE = "distributed_training_results.json"
@@ -36,7 +37,7 @@ def write_iterations(directory: Path) -> None:
     """
     results = read_json(directory / "results.json")
     lines = map(json.loads, (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    found = iterations_of(lines)
+    found = iterations_of(map(present_metrics, lines))
     last: Mapping[str, Any] = found[-1] if found else {}
     values = {
         "config": results["config"],

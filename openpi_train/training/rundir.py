@@ -28,6 +28,7 @@ from openpi_train.data.core import hub
 from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
+from openpi_train.former_names import present_config
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.runtime.passing_errors import is_storage_fault, patiently
@@ -358,7 +359,7 @@ def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
 
 def _changes(given: Experiment) -> dict[str, tuple[Any, Any]]:
     """Every field of the saved run that differs in `given`."""
-    found = changed_fields(_read(given.run_dir / "experiment.json"), as_json(given))
+    found = changed_fields(present_config(_read(given.run_dir / "experiment.json")), as_json(given))
     return {name: values for name, values in found.items() if resume_verdict(given, name, *values) != "retired"}
 
 

@@ -58,7 +58,8 @@ def examine_data(experiment: Experiment, together: Together) -> list[str]:
 def check_start_weights(experiment: Experiment) -> None:
     """Raise CheckpointError for weights that the model cannot start from, as far as it is soon known.
 
-    Raises UsageError for a policy whose distribution would read what it predicts as something else: noise as a velocity.
+    Raises UsageError for a distribution that would read what the policy predicts as something else: noise as a
+    velocity.
     """
     with reported_as(CheckpointError):
         experiment.weight_loader.check(experiment.model)
@@ -72,9 +73,9 @@ def check_start_weights(experiment: Experiment) -> None:
     one, other = (type(getattr(objective, "action_sampler", None)) for objective in (trained, experiment.objective))
     if {one, other} == {FlowSampler, DenoisingSampler}:
         raise UsageError(
-            f"--weight-loader.params-path was trained by {type(trained).__name__}, for a {one.__name__}, and the distribution "
-            f"{distribution} acts by a {other.__name__}: what the policy predicts would be "
-            "read as something else. Give the objective of RL the distribution of the training: DenoisingDistribution after "
+            f"--weight-loader.params-path was trained by {type(trained).__name__}, for a {one.__name__}, and the "
+            f"distribution {distribution} acts by a {other.__name__}: what the policy predicts would be read as "
+            "something else. Give the objective of RL the distribution of the training: DenoisingDistribution after "
             "Diffusion, FlowDistribution after FlowMatching"
         )
 

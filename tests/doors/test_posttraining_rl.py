@@ -133,8 +133,8 @@ def test_absent_keys_leave_what_the_experiment_has():
         (
             "ppo",
             {"temperature": 0.9, "top_p": 0.95, "min_p": 0.02, "top_k": -1},
-            "--objective.distribution.temperature 0.9 --objective.distribution.top-p 0.95 --objective.distribution.min-p 0.02 "
-            "--objective.distribution.top-k 0",
+            "--objective.distribution.temperature 0.9 --objective.distribution.top-p 0.95 "
+            "--objective.distribution.min-p 0.02 --objective.distribution.top-k 0",
         ),
         *(
             ("grpo", {name: 12}, "--rl.max-new-tokens 12 --eval.sampling.max-new-tokens 12")

@@ -1,4 +1,4 @@
-"""A tiny pi0 that imitates noise, and whose environment is the tabletop: a run to learn from rollouts from.
+"""A tiny pi0 that imitates noise, and whose environment is the tabletop: a run to go on from by RL.
 
 On the command line it is `REACHING`, and its directory `runs/reaching/x`.
 """

@@ -1,4 +1,4 @@
-"""A tiny pi0 learns from rollouts: what its batches hold, what episodes depend on, and that scores are those of what was drawn."""
+"""A tiny pi0 learns from rollouts: its batches, what episodes depend on, and that what is scored was drawn."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""A run of robots that learn from their own rollouts in a world of a few numbers, whose picture is the number of control steps so far.
+"""A run of RL in a world of a few numbers, whose picture is the number of control steps so far.
 
 On the command line it is `WANDERING`, and its directory `runs/roaming/x`.
 """

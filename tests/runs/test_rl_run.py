@@ -13,7 +13,8 @@ RUN = (
     "arithmetic_grpo --num-train-steps 12 --save-interval 4 --keep-last 5 --log-interval 1 --batch-size 16 "
     "--rl.num-groups 8 --rl.group-size 4 --rl.epochs 2 --rl.mixed-only --rl.max-waves 2 "
     "--rl.skip-solved 1 --lr-schedule.peak-lr 1e-2 --lr-schedule.decay-lr 1e-2 --lr-schedule.warmup-steps 0 "
-    "--model.sizes.width 16 --model.sizes.mlp-dim 16 --model.sizes.depth 1 --objective.distribution.top-k 8 --eval.num-prompts 0"
+    "--model.sizes.width 16 --model.sizes.mlp-dim 16 --model.sizes.depth 1 --objective.distribution.top-k 8 "
+    "--eval.num-prompts 0"
 ).split()
 REWARD = """
     import os, time

@@ -1,4 +1,4 @@
-"""The distribution of diffusion policies: what is drawn has the probability that it is scored with, by DDPM's posterior."""
+"""Distribution of diffusion policies: what is drawn has the probability that it is scored with, by DDPM's posterior."""
 
 import jax.numpy as jnp
 import numpy as np

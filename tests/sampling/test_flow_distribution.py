@@ -1,4 +1,4 @@
-"""The distribution of flows: what is drawn has the probability that it is scored with, and its gradient is the policy's."""
+"""Distribution of flows: what is drawn has the probability that it is scored with, and its gradient is the policy's."""
 
 import json
 from pathlib import Path

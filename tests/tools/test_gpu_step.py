@@ -234,7 +234,7 @@ def test_what_a_run_needs_between_steps_is_told_where_it_is_more(field, said):
             "arithmetic_grpo",
             "acting",
             [],
-            "--program acting: arithmetic_grpo does not learn from rollouts with a robot",
+            "--program acting: arithmetic_grpo makes no rollouts of a robot",
         ),
         ("tabletop_few_rloo", "evaluation", [], "learns from its own rollouts, and has no held-out loss"),
     ],
