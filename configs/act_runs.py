@@ -3,7 +3,7 @@
 docs/act.md compares fields and numbers.
 """
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset
@@ -42,7 +42,7 @@ Command: python -m openpi_train act_aloha_sim --exp-name x --weight-loader.param
 Hardware: one GPU. Time and result: not yet measured.
 """
 
-_REACH_RED_HOME = places.datasets() / "tabletop_reach_red"
+_REACH_RED_HOME = cache_folders.datasets() / "tabletop_reach_red"
 
 tabletop_act = Experiment(
     model=ActConfig(

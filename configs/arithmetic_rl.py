@@ -7,7 +7,7 @@ import dataclasses
 
 from openpi_train_configs import arithmetic_runs
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.objectives.policy_gradient import PolicyGradient
@@ -22,7 +22,7 @@ arithmetic_grpo = dataclasses.replace(
         arithmetic_runs.arithmetic_sft.data,
         datasets=(
             TextDataset(
-                path=str(places.datasets() / "arithmetic" / "prompts"),
+                path=str(cache_folders.datasets() / "arithmetic" / "prompts"),
                 validation="test",
                 columns=("prompt=prompt", "completion=answer"),
             ),

@@ -6,7 +6,7 @@ result and learn from pairs of a right and a wrong answer. docs/language_runs.md
 
 import dataclasses
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
@@ -22,7 +22,7 @@ from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
 
-_TASK = places.datasets() / "arithmetic"
+_TASK = cache_folders.datasets() / "arithmetic"
 _MODEL = LanguageConfig(
     # Wavelengths for texts of at most 11 tokens.
     sizes=DecoderSizes(

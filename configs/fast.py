@@ -6,7 +6,7 @@ its directory with --model.fast-tokenizer; that of the small runs is fitted by `
 
 import dataclasses
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig, Experiment
@@ -66,8 +66,8 @@ Command: python -m openpi_train pi05_bridge_insulated --exp-name x --fsdp-device
 Hardware: as pi05_bridge. Time and result: not yet measured.
 """
 
-_HOME = places.datasets() / "tabletop"
-_FAST = places.datasets() / "tabletop_fast"
+_HOME = cache_folders.datasets() / "tabletop"
+_FAST = cache_folders.datasets() / "tabletop_fast"
 _LANGUAGE = GemmaOverrides(width=128, depth=4, mlp_dim=256)
 _TOWER = SiglipConfig(width=128, depth=2, mlp_dim=256, num_heads=4, patch_size=16)
 

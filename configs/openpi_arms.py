@@ -7,7 +7,6 @@ stats `trossen` and `ur5e` are those of the base models, where openpi downloads 
 
 import dataclasses
 
-from openpi_train.data.core import places
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment

@@ -6,7 +6,6 @@ tensorflow-datasets keeps it (--data.datasets.0.source.path), or a LeRobot datas
 
 import dataclasses
 
-from openpi_train.data.core import places
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset

@@ -6,7 +6,6 @@ published ones.
 
 import dataclasses
 
-from openpi_train.data.core import places
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment

@@ -5,7 +5,7 @@ Start weights: --weight-loader.params-path <pt_224.npz, or a directory of google
 
 import dataclasses
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import EvalConfig, Experiment
@@ -20,7 +20,7 @@ from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.tabletop import Tabletop
 
 _BRIDGE = Rlds(path="~/tensorflow_datasets/bridge_dataset", split="train")
-_TABLETOP = places.datasets() / "tabletop"
+_TABLETOP = cache_folders.datasets() / "tabletop"
 
 paligemma_flow = Experiment(
     model=PaliGemmaFlowConfig(),
@@ -133,7 +133,7 @@ paligemma_tokens_tiny = dataclasses.replace(
         max_token_len=128,
         max_decoding_steps=64,
         camera_slots=("base_0_rgb", "left_wrist_0_rgb"),
-        fast_tokenizer=str(places.datasets() / "tabletop_fast"),
+        fast_tokenizer=str(cache_folders.datasets() / "tabletop_fast"),
         vocab_size=1280,
         dtype="float32",
         remat="dots",

@@ -11,7 +11,7 @@ import dataclasses
 
 from openpi_train_configs import fast, tabletop_rl, tabletop_runs
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
 from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
@@ -28,7 +28,7 @@ tabletop_fast = dataclasses.replace(
         camera_slots=("left_wrist_0_rgb",),
         # The longest chunk of the demonstrations takes 29 tokens, "Action: " and the end included.
         max_decoding_steps=32,
-        fast_tokenizer=str(places.datasets() / "tabletop_reach_fast"),
+        fast_tokenizer=str(cache_folders.datasets() / "tabletop_reach_fast"),
     ),
     objective=fast.pi0_fast_tiny.objective,
     data=tabletop_runs.pi0_tabletop_reach.data,

@@ -7,7 +7,7 @@ import dataclasses
 
 from openpi_train_configs import tabletop_runs
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import Dataset
 from openpi_train.objectives.policy_gradient import PolicyGradient
@@ -17,7 +17,7 @@ from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.sampling.denoising_distribution import DenoisingDistribution
 from openpi_train.sampling.flow_distribution import FlowDistribution
 
-_FEW_HOME = places.datasets() / "tabletop_reach_few"
+_FEW_HOME = cache_folders.datasets() / "tabletop_reach_few"
 _REACH = tabletop_runs.pi0_tabletop_reach
 _EVAL = dataclasses.replace(
     _REACH.eval,

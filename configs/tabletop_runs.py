@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.envs import tabletop_env as world
@@ -19,7 +19,7 @@ from openpi_train.optim import LRSchedule
 from openpi_train.robots.tabletop import Tabletop
 from openpi_train.sampling.noise_schedule import NoiseSchedule
 
-_HOME = places.datasets() / "tabletop"
+_HOME = cache_folders.datasets() / "tabletop"
 _EXPERT = GemmaOverrides(width=128, depth=4, mlp_dim=256)
 
 pi0_bridge_traj_tiny = Experiment(
@@ -63,7 +63,7 @@ open-loop action error 0.708, against 0.875 for the mean action (`make train`, 2
 # to
 # learn the position of the block on the table from the base camera.
 _WRIST_ONLY = Tabletop(cameras={"left_wrist_0_rgb": "observation/image_1"})
-_REACH_HOME = places.datasets() / "tabletop_reach"
+_REACH_HOME = cache_folders.datasets() / "tabletop_reach"
 _SMALL = GemmaOverrides(width=64, depth=2, mlp_dim=128, num_heads=4, head_dim=16)
 
 pi0_tabletop_reach = dataclasses.replace(
@@ -102,7 +102,7 @@ Command: python -m openpi_train pi0_tabletop_reach --exp-name x
 Hardware: 2 CPU cores. Result: 99 of 100 held-out episodes after 5 CPU minutes (docs/benchmarks.md).
 """
 
-_REACH_RED_HOME = places.datasets() / "tabletop_reach_red"
+_REACH_RED_HOME = cache_folders.datasets() / "tabletop_reach_red"
 
 tabletop_dp = dataclasses.replace(
     pi0_tabletop_reach,

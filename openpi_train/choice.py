@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from openpi_train.data.core import places
 from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.source import SourceConfig
 from openpi_train.data.formats.detection import source_at

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
-from openpi_train.data.core import places
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.interop import checkpoint_formats
 from openpi_train.optim import LRSchedule

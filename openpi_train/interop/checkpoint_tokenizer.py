@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from openpi_train.data.core import files, places
+from openpi_train.data.core import cache_folders, files
 from openpi_train.data.robot.tokens import FAST
 from openpi_train.data.tokenizers.text_tokenizer import FOLDER
 from openpi_train.data.tokenizers.tokenizer import FILE
@@ -58,7 +58,7 @@ def on_disk(folder: Place) -> Path:
         return folder.local
     content = {name: folder.read(name) for name in folder.names()}
     digest = hashlib.sha256(repr(sorted(content.items())).encode()).hexdigest()[:16]
-    copy = places.home() / "tokenizers" / digest
+    copy = cache_folders.home() / "tokenizers" / digest
     for name, data in content.items():
         files.write_bytes(copy / name, data)
     return copy

@@ -10,7 +10,7 @@ Once the run has started, a process calls again for its tunnel (`tunnel.py`), an
 of the `Hello`; after "welcome" the connection carries what jax says. A line of JSON each. N and M are new for each
 connection, so nobody can say again what was overheard. Process 0 proves itself, too: a stranger in its place is not
 believed. What follows on a connection (`peer.py`) is not signed: whoever can change packets of an open connection can
-still end the run. Read next: `rendezvous.py`, `door.py`.
+still end the run. Read next: `rendezvous.py`, `rendezvous_server.py`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The address on which process 0 listens, and sockets that do. Read next: `door.py`."""
+"""The address on which process 0 listens, and sockets that do. Read next: `rendezvous_server.py`."""
 
 import errno
 import socket

@@ -1,4 +1,4 @@
-"""Rendezvous of all processes before jax starts, with clear errors. Read next: `door.py`, process 0's side.
+"""Rendezvous of all processes before jax starts, with clear errors. Read next: `rendezvous_server.py`.
 
 jax aborts the process, uncatchably and without a reason, when a peer is late, a port is taken or a host name does not
 resolve, and it accepts peers that disagree on the world size. So first every process introduces itself to process 0
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.runtime import handshake
-from openpi_train.runtime.door import Door, Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
 from openpi_train.runtime.handshake import NotProven, Signing
 from openpi_train.runtime.job_token import TOKEN_VARIABLE, TokenFile, read_token
 from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.peer import Peer
+from openpi_train.runtime.rendezvous_server import Hello, RendezvousServer
 from openpi_train.runtime.tunnel import Tunnels
 from openpi_train.runtime.waiting import Wait
 from openpi_train.runtime.world import World, is_loopback, split_address
@@ -42,7 +42,7 @@ _TUNNEL_S = 15.0
 
 
 class _NotHeard(Exception):
-    """Process 0 was too busy to hear this process, as when strangers crowd its door: it calls again."""
+    """Process 0 was too busy to hear this process, as when strangers crowd its server: it calls again."""
 
 
 def meet(
@@ -78,8 +78,8 @@ def meet(
     host, port = split_address(world.coordinator)
     if world.process_index == 0:
         with _token_for_all(world, shared_folder, port) as (token, file):
-            door = Door(hello, host, port, token=token, token_file=file, host_of=world.host_of)
-            return door.gather(timeout_s, cpu_collectives), door.tunnels
+            server = RendezvousServer(hello, host, port, token=token, token_file=file, host_of=world.host_of)
+            return server.gather(timeout_s, cpu_collectives), server.tunnels
     # The cluster's DNS learns a pod's name only once the pod is there; elsewhere an unknown name is a mistake.
     visit = _Visit(hello, host, port, world, shared_folder)
     peers = visit.meet(timeout_s, name_timeout_s=timeout_s if world.source == "kubernetes" else 0.0)

@@ -2,9 +2,9 @@
 
 jax's coordination service asks for nothing: whoever reaches it can end a process, and read and write all that the
 processes agree on. So it listens on a Unix socket in a folder that only the user can enter. jax's client in another
-process finds such a socket there, too, whose connections are carried over ones that process 0's door has let in
-(`door.py`), by a small program beside each process (`tunnel_carrier.py`). The folders are there only while jax starts:
-a client connects once, and gives up where that breaks.
+process finds such a socket there, too, whose connections are carried over ones that process 0's server has let in
+(`rendezvous_server.py`), by a small program beside each process (`tunnel_carrier.py`). The folders are there only while
+jax starts: a client connects once, and gives up where that breaks.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Tunnels:
     """The connections of this process that its carrier carries."""
 
     def __init__(self, reach: Callable[[], tuple[socket.socket, bytes]] | None = None):
-        """`reach` makes a connection to process 0 that its door has let in, and gives what has come over it already;
+        """`reach` makes a connection to process 0 that its server has let in, and gives what has come over it already;
         None on process 0 itself."""
         self._reach = reach
         self._path: Path | None = None
@@ -131,7 +131,7 @@ class Tunnels:
                     listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     def into_service(self, connection: socket.socket, received: bytes) -> None:
-        """On process 0: carry a connection that the door has let in; `received` has already been read from it."""
+        """On process 0: carry a connection that the server has let in; `received` has already been read from it."""
         service = Wait(_SERVICE_S).until_it_works(self._call_service, lambda: "waiting for jax to start", pause_s=0.02)
         self.carry(connection, service, received)
 

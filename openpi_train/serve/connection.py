@@ -28,7 +28,7 @@ class Opened(Protocol):
     transport: Any
 
 
-class Places:
+class ConnectionSlots:
     """The connected clients: at most `max_clients`, and at most `max_opening` connections in their handshake."""
 
     def __init__(self, max_clients: int, max_opening: int):
@@ -66,7 +66,7 @@ class Places:
 class Connection(ServerConnection):
     """One connection. Clients that send many frames without a request are dropped; requests are read one at a time."""
 
-    def __init__(self, protocol: ServerProtocol, server: Server, *, places: Places, **options: Any):
+    def __init__(self, protocol: ServerProtocol, server: Server, *, places: ConnectionSlots, **options: Any):
         super().__init__(protocol, server, **options)
         self._places = places
         self._frames, self._since_s = 0, asyncio.get_running_loop().time()

@@ -33,7 +33,7 @@ from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.record import RequestRecorder
 from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Batching, Busy
-from openpi_train.serve.connection import Connection, Places
+from openpi_train.serve.connection import Connection, ConnectionSlots
 from openpi_train.serve.limits import Limits
 from openpi_train.serve.measures import Measures
 
@@ -76,7 +76,7 @@ class PolicyServer:
         self._policy, self._limits, self._recorder = policy, limits, recorder
         self._key = ApiKey(api_key, "Api-Key")
         self._metadata = wire.encode({**policy.metadata, **(metadata or {})})
-        self._places = Places(limits.max_clients, limits.max_opening)
+        self._places = ConnectionSlots(limits.max_clients, limits.max_opening)
         self._busy_clients = 0
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()

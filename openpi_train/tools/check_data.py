@@ -20,7 +20,7 @@ from openpi_train.data.check.fault_kinds import examine
 from openpi_train.data.check.record_flags import SpecialTokens
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.text_kinds import examine_texts
-from openpi_train.data.core import findings, places
+from openpi_train.data.core import cache_folders, findings
 from openpi_train.data.core.findings import Finding
 from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.source import Source, SourceConfig
@@ -233,7 +233,7 @@ def _robots(
     num_frames: int,
     held_out: SourceConfig | None = None,
 ) -> CheckedDataset:
-    if places.dataset_name(config.location) is not None:
+    if cache_folders.dataset_name(config.location) is not None:
         from openpi_train.data.make import embedded  # jax, and the environment
 
         embedded.write_missing(config.location)

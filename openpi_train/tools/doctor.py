@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from openpi_train.command_line import ProcessFlags
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.runtime import agree, logs, session, xla
@@ -93,7 +93,7 @@ def _gpus_to_use() -> int:
 
 def _run(experiment: Experiment | None, world: World) -> Iterable[CheckResult]:
     """Checks that need the devices or an experiment."""
-    yield from check_host.writing(places.home(), "OPENPI_TRAIN_HOME")
+    yield from check_host.writing(cache_folders.home(), "OPENPI_TRAIN_HOME")
     if experiment is None:
         yield from check_host.writing(Path(), "--checkpoint-base-dir")
         return

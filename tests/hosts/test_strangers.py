@@ -62,14 +62,14 @@ def test_strangers_at_every_port_and_a_host_with_another_clock_change_nothing(fl
     train(tmp_path / "undisturbed", *steps, devices=2)
     (tmp_path / "sitecustomize.py").write_text(OTHER_CLOCK)
     zero, one, theirs, between = network.hosts
-    door = f"node0:{DEFAULT_PORT}"
+    address = f"node0:{DEFAULT_PORT}"
     # The run waits at step 23 until all has been tried.
     steps += ("--data.fault", "waits")
     gate = {"GATE": str(tmp_path / "gate")}
 
     first = fleet.manual(0, *steps, hosts=2)
-    until(lambda: door in listening(zero), [first])
-    with stranger(theirs, "crowd", door), stranger(between, "record", str(tmp_path)):
+    until(lambda: address in listening(zero), [first])
+    with stranger(theirs, "crowd", address), stranger(between, "record", str(tmp_path)):
         # The second process reaches the first through a host that writes down all it says.
         second = fleet.manual(1, *steps, hosts=2, master="node3", PYTHONPATH=str(tmp_path), **gate)
         until(lambda: '"step": 2,' in fleet.metrics(), [first, second])
@@ -85,7 +85,7 @@ def test_strangers_at_every_port_and_a_host_with_another_clock_change_nothing(fl
 
     assert [code for code, _ in done] == [0, 0], done
     assert losses(fleet.base, "small") == losses(tmp_path / "undisturbed", "small")
-    assert ports.count(door) == 1 and not any(port.endswith(f":{DEFAULT_PORT + 1}") for port in ports)
+    assert ports.count(address) == 1 and not any(port.endswith(f":{DEFAULT_PORT + 1}") for port in ports)
     assert len(answers) == 2 and answers == ['{"said": "refused", "proof": ""}'] * 2, "a meeting and a tunnel"
     assert "connected" not in failed.value.stdout
     assert threads <= before[0] + 60 and files <= before[1] + 60 + CROWD, "gloo's one port keeps whoever has come"

@@ -54,8 +54,8 @@ def test_an_address_is_own_if_packets_to_it_stay_here(address, own):
 def test_a_door_on_one_address_is_closed_on_others(free_port, monkeypatch):
     for name, answer in (("is_loopback", False), ("_is_own", True)):  # as if it were a network's address
         monkeypatch.setattr(listening, name, lambda address, answer=answer: answer)
-    with listening.listen("127.0.0.2", free_port) as door:
-        assert door.getsockname() == ("127.0.0.2", free_port)
+    with listening.listen("127.0.0.2", free_port) as server:
+        assert server.getsockname() == ("127.0.0.2", free_port)
         socket.create_connection(("127.0.0.2", free_port)).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", free_port))

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from openpi_train.runtime import rendezvous, waiting
-from openpi_train.runtime.door import Hello
 from openpi_train.runtime.exits import PeerLostError, UsageError
+from openpi_train.runtime.rendezvous_server import Hello
 
 OWN = Hello(process_index=1, process_count=2, host="run-1", facts={}, local_name_is_loopback=False)
 

@@ -12,12 +12,12 @@ import pytest
 from rendezvous_caller import admitted, heard
 
 from openpi_train.runtime import job_token, waiting
-from openpi_train.runtime.door import Guest, Hello, _unreachable_names
 from openpi_train.runtime.exits import PeerLostError, RunError, UsageError
 from openpi_train.runtime.handshake import Signing
 from openpi_train.runtime.job_token import TokenFile
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.rendezvous import meet
+from openpi_train.runtime.rendezvous_server import Guest, Hello, _unreachable_names
 from openpi_train.runtime.world import World
 
 FACTS = {"experiment": "abc"}
@@ -55,7 +55,7 @@ def meet_all(*worlds, facts=None, timeout_s=240.0, shared_folder=None):
 
 
 def reach(port) -> socket.socket:
-    """A connection to the door, once it is there."""
+    """A connection to the server, once it is there."""
     deadline = time.monotonic() + 240
     while True:
         try:
@@ -66,7 +66,7 @@ def reach(port) -> socket.socket:
 
 
 def say(port, data: bytes) -> bytes:
-    """What the door answers to whoever says `data` and then leaves."""
+    """What the server answers to whoever says `data` and then leaves."""
     with reach(port) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)

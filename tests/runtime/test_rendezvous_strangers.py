@@ -18,12 +18,12 @@ import time
 import pytest
 from rendezvous_caller import admitted, challenged, heard, read, signed
 
-from openpi_train.runtime import door, rendezvous
-from openpi_train.runtime.door import Door, Hello
+from openpi_train.runtime import rendezvous, rendezvous_server
 from openpi_train.runtime.exits import PeerLostError, UsageError
 from openpi_train.runtime.handshake import Signing
 from openpi_train.runtime.job_token import proof
 from openpi_train.runtime.peer import Peer, PeerStatus
+from openpi_train.runtime.rendezvous_server import Hello, RendezvousServer
 
 PHASE = PeerStatus(phase="none", step=0, idle_s=0.0, limit_s=None)
 FACTS = {"experiment": "abc"}
@@ -95,13 +95,13 @@ def random_line(draw: random.Random) -> bytes:
 
 @pytest.fixture
 def zero(free_port):
-    """Process 0's door, with a list to which its end comes."""
-    made = Door(dataclasses.replace(OURS, process_index=0), "127.0.0.1", free_port, token="ours")
+    """Process 0's server, with a list to which its end comes."""
+    made = RendezvousServer(dataclasses.replace(OURS, process_index=0), "127.0.0.1", free_port, token="ours")
     yield made, free_port
     made.listener.close()
 
 
-def meet(made: Door, timeout_s: float) -> list[Peer]:
+def meet(made: RendezvousServer, timeout_s: float) -> list[Peer]:
     """Those who came; nobody where not all did."""
     try:
         return made.gather(timeout_s, cpu_collectives=False)
@@ -110,7 +110,7 @@ def meet(made: Door, timeout_s: float) -> list[Peer]:
 
 
 @contextlib.contextmanager
-def gathering(made: Door, timeout_s: float = 60.0):
+def gathering(made: RendezvousServer, timeout_s: float = 60.0):
     """Process 0 waits for the others meanwhile; then they are in the list."""
     found: list = []
     thread = threading.Thread(target=lambda: found.extend(meet(made, timeout_s)))
@@ -158,7 +158,7 @@ def test_two_thousand_strangers_are_ignored_and_real_processes_still_meet(zero, 
         threading.excepthook = hook
     assert failed == []
     assert sorted(peer.process_index for peer in found) == [1, 2]
-    assert most <= door._MOST_HEARD + 8, "beside those heard, process 0's own and some that end"
+    assert most <= rendezvous_server._MOST_HEARD + 8, "beside those heard, process 0's own and some that end"
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 100 <= len(told) <= 100 + NUM_STRANGERS / 100
 
@@ -167,7 +167,7 @@ def test_two_thousand_strangers_are_ignored_and_real_processes_still_meet(zero, 
 PARSE = """
 import sys
 import json
-from openpi_train.runtime.door import _parse_hello
+from openpi_train.runtime.rendezvous_server import _parse_hello
 for number, line in enumerate(sys.stdin.buffer):
     try:
         print(number, _parse_hello(json.loads(line)).process_index)
@@ -189,11 +189,11 @@ def test_a_deeply_nested_line_is_no_line(text):
     for line in (text.encode(), json.dumps({"said": text, "proof": proof("ours", "process", "a", "b", text)}).encode()):
         with pytest.raises(ValueError, match="is no line of ours"):
             signing.believed(line)
-    assert door._claimed(text) == "a stranger"
+    assert rendezvous_server._claimed(text) == "a stranger"
 
 
 def test_the_whole_of_a_hello_is_bounded_and_not_each_part_of_it(zero, monkeypatch, caplog):
-    monkeypatch.setattr(door, "_HELLO_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(rendezvous_server, "_HELLO_TIMEOUT_S", 0.6)
     _, port = zero
     with connected(port) as stranger:
         assert drip(stranger, INTRODUCTION, every_s=0.1) < len(INTRODUCTION)
@@ -230,7 +230,7 @@ class Short:
         self.listener.close()
 
 
-def test_the_door_stays_open_where_nobody_can_be_taken_in_for_a_while(zero, caplog):
+def test_the_server_stays_where_nobody_can_be_taken_in_for_a_while(zero, caplog):
     made, port = zero
     made.listener = Short(made.listener, 3)
     connected(port).close()  # the last whom the old one takes in
@@ -241,11 +241,11 @@ def test_the_door_stays_open_where_nobody_can_be_taken_in_for_a_while(zero, capl
     assert sum("takes nobody in for now: [Errno 24]" in record.message for record in caplog.records) == 3
 
 
-def test_the_door_stays_open_where_a_guest_gets_no_thread(zero, monkeypatch, caplog):
+def test_the_server_stays_where_a_guest_gets_no_thread(zero, monkeypatch, caplog):
     made, port = zero
     with monkeypatch.context() as patch:
-        patch.setattr(door.threading, "Thread", without_threads)
-        for _ in range(door._MOST_HEARD + 1):
+        patch.setattr(rendezvous_server.threading, "Thread", without_threads)
+        for _ in range(rendezvous_server._MOST_HEARD + 1):
             with connected(port) as stranger:
                 assert stranger.recv(1) == b""
     with gathering(made) as found:
@@ -260,15 +260,15 @@ def without_threads(**_):
 
 
 def test_strangers_who_say_nothing_take_no_more_threads_and_keep_nobody_out(zero, monkeypatch, caplog):
-    monkeypatch.setattr(door, "_HELLO_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(door, "_MOST_HEARD", 32)
+    monkeypatch.setattr(rendezvous_server, "_HELLO_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(rendezvous_server, "_MOST_HEARD", 32)
     made, port = zero
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        for _ in range(3 * door._MOST_HEARD):
+        for _ in range(3 * rendezvous_server._MOST_HEARD):
             stack.enter_context(connected(port))
-        wait_for(lambda: len(made.unproven) == door._MOST_HEARD)
-        assert threading.active_count() - before <= door._MOST_HEARD + 8
+        wait_for(lambda: len(made.unproven) == rendezvous_server._MOST_HEARD)
+        assert threading.active_count() - before <= rendezvous_server._MOST_HEARD + 8
         with gathering(made, timeout_s=30.0) as found:
             others = the_others(port, 3)
             assert [process.communicate(timeout=60)[0] for process in others] == ["1\n", "1\n"]
@@ -276,15 +276,15 @@ def test_strangers_who_say_nothing_take_no_more_threads_and_keep_nobody_out(zero
 
 
 def test_a_crowd_from_one_address_drives_out_its_own(zero, monkeypatch):
-    monkeypatch.setattr(door, "_MOST_HEARD", 8)
-    monkeypatch.setattr(door, "_HEARD_S", 0.0)
+    monkeypatch.setattr(rendezvous_server, "_MOST_HEARD", 8)
+    monkeypatch.setattr(rendezvous_server, "_HEARD_S", 0.0)
     made, port = zero
     with contextlib.ExitStack() as stack:
         slow = stack.enter_context(connected(port))
-        for _ in range(10 * door._MOST_HEARD):
+        for _ in range(10 * rendezvous_server._MOST_HEARD):
             crowd = socket.create_connection(("127.0.0.1", port), 30, source_address=("127.0.0.2", 0))
             stack.enter_context(crowd)
-        wait_for(lambda: len(made.unproven) == door._MOST_HEARD)
+        wait_for(lambda: len(made.unproven) == rendezvous_server._MOST_HEARD)
         admitted(slow, FIELDS, "ours")
     assert made.arrivals.get(timeout=20).hello == OURS
 
@@ -345,8 +345,8 @@ def test_the_token_is_never_sent(zero):
 
 
 def test_a_flood_after_the_start_takes_few_threads_and_the_run_goes_on(zero, monkeypatch):
-    monkeypatch.setattr(door, "_LATE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(door, "_LATE_PAUSE_S", 0.005)
+    monkeypatch.setattr(rendezvous_server, "_LATE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(rendezvous_server, "_LATE_PAUSE_S", 0.005)
     made, port = zero
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -373,9 +373,9 @@ def test_a_flood_after_the_start_takes_few_threads_and_the_run_goes_on(zero, mon
 
 
 def test_whoever_came_in_keeps_no_place(zero, monkeypatch):
-    monkeypatch.setattr(door, "_MOST_HEARD", 8)
+    monkeypatch.setattr(rendezvous_server, "_MOST_HEARD", 8)
     made, port = zero
-    count = door._MOST_HEARD + 5
+    count = rendezvous_server._MOST_HEARD + 5
     made.own = dataclasses.replace(made.own, process_count=count)
     with gathering(made, timeout_s=20.0) as found, contextlib.ExitStack() as stack:
         for index in range(1, count):

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from openpi_train.data.check import fault_kinds
-from openpi_train.data.core import findings, places, tables
+from openpi_train.data.core import findings, tables
 from openpi_train.data.core.image import says_depth
 from openpi_train.data.core.instructions import unlabeled
 from openpi_train.data.core.source import BadRecord, Source, SourceConfig, report_dropped

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.rlds.rlds_writer import write_rlds
 from openpi_train.data.make import written_folder
 from openpi_train.data.tokenizers.tokenizer import train_tokenizer
@@ -85,7 +85,7 @@ class PreparedDataset:
 def write_missing(path: str | Path) -> None:
     """Write the embedded dataset that a path belongs to, if it is one and does not exist."""
     if name := missing(path):
-        logger.info("%s does not exist yet: this embedded dataset is made", places.datasets() / name)
+        logger.info("%s does not exist yet: this embedded dataset is made", cache_folders.datasets() / name)
         prepare(name=name)
 
 
@@ -100,7 +100,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
     The same arguments give the same bytes. Anything else at that path is moved aside, never deleted.
 
     Args:
-        directory: The datasets' folder, `places.datasets()` if None.
+        directory: The datasets' folder, `cache_folders.datasets()` if None.
         changes: Fields of the name's `Recipe` to replace.
 
     Raises:
@@ -113,7 +113,7 @@ def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes:
         raise UsageError(
             f"episodes_per_task {counts['train']} and val_episodes_per_task {counts['val']} must be positive"
         )
-    root = (places.datasets() if directory is None else Path(directory).expanduser()) / name
+    root = (cache_folders.datasets() if directory is None else Path(directory).expanduser()) / name
     env = tabletop_env.TabletopEnv(image_size=recipe.image_size, task_list=named_tasks(recipe.tasks))
     instructions = [env.instruction(task) for task in range(len(env.tasks))]
     arguments = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.core import files, places, tables
+from openpi_train.data.core import cache_folders, files, tables
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ MANIFEST = "prepared.json"
 
 
 def missing(path: str | Path, names: Collection[str]) -> str | None:
-    """The one of `names` that stands for the missing dataset in `places.datasets()` that a path belongs to, or None."""
-    name = places.dataset_name(path)
-    return name if name is not None and name in names and not (places.datasets() / name).exists() else None
+    """The one of `names` that stands for the missing dataset of `cache_folders.datasets()` that a path is in, or None."""
+    name = cache_folders.dataset_name(path)
+    return name if name is not None and name in names and not (cache_folders.datasets() / name).exists() else None
 
 
 def written(root: Path, arguments: Mapping[str, Any], write: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:

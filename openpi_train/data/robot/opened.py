@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.core.interface import Feed, OpenedData, OpeningRequest, RowSpec
 from openpi_train.data.core.source import Source, SourceConfig
 from openpi_train.data.core.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
@@ -247,7 +247,7 @@ def write_missing(config: DataConfig) -> None:
     All processes may call it at the same time: one writes, the others wait.
     """
     for dataset in config.datasets:
-        if places.dataset_name(dataset.source.location) is not None:
+        if cache_folders.dataset_name(dataset.source.location) is not None:
             from openpi_train.data.make import embedded  # imports jax and the environment, which few runs need here
 
             embedded.write_missing(dataset.source.location)

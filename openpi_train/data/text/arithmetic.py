@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.make import written_folder
 from openpi_train.data.tokenizers.text_tokenizer import CONFIG, TOKENIZER
 
@@ -45,7 +45,7 @@ Problem = tuple[int, int]
 def write_missing(path: str | Path) -> None:
     """Write the task's folder if `path` belongs to it and it does not exist."""
     if missing(path):
-        logger.info("%s does not exist yet: writing this embedded dataset", places.datasets() / NAME)
+        logger.info("%s does not exist yet: writing this embedded dataset", cache_folders.datasets() / NAME)
         prepare()
 
 
@@ -57,9 +57,9 @@ def missing(path: str | Path) -> bool:
 def prepare(directory: str | Path | None = None, *, seed: int = 0) -> Path:
     """Write `<directory>/arithmetic`, or reuse it if it is complete; returns it. The same seed gives the same bytes.
 
-    Anything else at that path is moved aside, never deleted. `directory` is `places.datasets()` if None.
+    Anything else at that path is moved aside, never deleted. `directory` is `cache_folders.datasets()` if None.
     """
-    root = (places.datasets() if directory is None else Path(directory).expanduser()) / NAME
+    root = (cache_folders.datasets() if directory is None else Path(directory).expanduser()) / NAME
     arguments = {"revision": REVISION, "seed": seed}
     written_folder.written(root, arguments, functools.partial(_write, seed=seed))
     return root

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.core import places, tables
+from openpi_train.data.core import tables
 from openpi_train.data.core.findings import Finding
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.formats.sidecar import digest

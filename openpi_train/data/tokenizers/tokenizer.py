@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from openpi_train.data.core import files, places
+from openpi_train.data.core import files
 from openpi_train.data.core.hub import hub_file
 
 logger = logging.getLogger(__name__)

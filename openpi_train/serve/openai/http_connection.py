@@ -12,7 +12,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from openpi_train.serve.connection import Places
+from openpi_train.serve.connection import ConnectionSlots
 from openpi_train.serve.limits import Limits
 
 # Received data is parsed in slices: a request that is refused unread ends with its slice.
@@ -27,7 +27,7 @@ Handle = Callable[["HttpConnection", Any, Any, Any], Awaitable[None]]
 class HttpConnection(H11Protocol):
     """One connection. `handle` is called for each request with this connection and ASGI's scope, receive and send."""
 
-    def __init__(self, *, places: Places, limits: Limits, handle: Handle, **options: Any):
+    def __init__(self, *, places: ConnectionSlots, limits: Limits, handle: Handle, **options: Any):
         super().__init__(**options)
         self.app: Any = functools.partial(handle, self)
         # Requests of a connection are answered one after the other.

@@ -31,7 +31,7 @@ from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.runtime.exits import DataError
 from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Busy
-from openpi_train.serve.connection import Places
+from openpi_train.serve.connection import ConnectionSlots
 from openpi_train.serve.limits import TextLimits
 from openpi_train.serve.openai.answers import Answers, ChatAnswers, CompletionAnswers
 from openpi_train.serve.openai.api_error import ApiError, invalid
@@ -76,7 +76,7 @@ class TextServer:
         self._tokens = TokenTexts(texts.tokenizer)
         self._created = int(time.time())
         self._fingerprint = _fingerprint(name, importlib.metadata.version("jax"), texts.generator.num_rows)
-        self._places = Places(limits.max_clients, limits.max_opening)
+        self._places = ConnectionSlots(limits.max_clients, limits.max_opening)
         self._threads = concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="request")
         self._num_answered_now = 0
         self._stopping, self._idle = asyncio.Event(), asyncio.Event()

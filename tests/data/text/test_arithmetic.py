@@ -132,10 +132,10 @@ def test_the_first_runs_to_miss_it_write_it_once(root, tmp_path):
     """Three processes at once: one writes, the others wait; all have the same bytes as this process."""
     program = (
         "import logging\n"
-        "from openpi_train.data.core import places\n"
+        "from openpi_train.data.core import cache_folders\n"
         "from openpi_train.data.text import arithmetic\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
-        "arithmetic.write_missing(places.datasets() / 'arithmetic' / 'prompts')\n"
+        "arithmetic.write_missing(cache_folders.datasets() / 'arithmetic' / 'prompts')\n"
     )
     environment = os.environ | {"OPENPI_TRAIN_HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]

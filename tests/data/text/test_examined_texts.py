@@ -6,7 +6,7 @@ import json
 import chats
 import pytest
 
-from openpi_train.data.core import places
+from openpi_train.data.core import cache_folders
 from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
@@ -83,7 +83,7 @@ def test_what_is_on_the_hub_or_embedded_is_told_and_not_fetched(data, tmp_path, 
         "someone/texts",
         "someone/model",
     ]
-    folder = places.datasets() / "arithmetic"
+    folder = cache_folders.datasets() / "arithmetic"
     embedded = dataclasses.replace(changed(data, path=str(folder / "sft")), tokenizer=str(folder))
     (note,) = embedded.examine(MODEL)
     assert "not written yet" in note and not folder.exists()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.core import files, places
+from openpi_train.data.core import files
 from openpi_train.data.core.source import WIDEST_COLUMN, About
 
 logger = logging.getLogger(__name__)

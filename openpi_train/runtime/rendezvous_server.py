@@ -1,6 +1,6 @@
 """Process 0's side of the rendezvous: accepts processes and decides whether the run starts. Read next: `rendezvous.py`.
 
-Whoever cannot show that it knows the job's token (`handshake.py`) is dropped, counted and told of in a line. The door
+Whoever cannot show that it knows the job's token (`handshake.py`) is dropped, counted and told of in a line. The server
 stays open for the life of the run: once it has started, for each process's tunnel to jax's service (`tunnel.py`), and
 so that an extra process 2, say, is refused with a reason. jax itself would end the process 2 that is already training.
 """
@@ -83,7 +83,7 @@ class TunnelCaller:
     """Has already been read from the connection."""
 
 
-class Door:
+class RendezvousServer:
     """Process 0's side: listens, reads every guest in a separate thread, and sends all of them the same verdict."""
 
     def __init__(
