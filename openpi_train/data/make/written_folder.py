@@ -23,7 +23,7 @@ MANIFEST = "prepared.json"
 
 
 def missing(path: str | Path, names: Collection[str]) -> str | None:
-    """The one of `names` that stands for the missing dataset of `cache_folders.datasets()` that a path is in, or None."""
+    """The one of `names` that stands for the missing dataset in `datasets()` that holds a path, or None."""
     name = cache_folders.dataset_name(path)
     return name if name is not None and name in names and not (cache_folders.datasets() / name).exists() else None
 
