@@ -240,7 +240,7 @@ def test_a_stop_ends_a_collection_before_the_next_query(still, monkeypatch, num_
     made, *_ = still
     expected, asked, queries = made.act([3, 4, 7, 9]), iter([False, False, False, True]), []
     sampling = made.actor._sampling
-    with monkeypatch.prompt_id() as patched:
+    with monkeypatch.context() as patched:
         patched.setattr(made.actor, "_num_slots", num_slots)
         patched.setattr(made.actor, "_stop_requested", asked.__next__)
         patched.setattr(made.actor, "_sampling", CountedSampling(sampling, queries))

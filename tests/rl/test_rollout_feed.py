@@ -304,10 +304,10 @@ def test_it_goes_on_with_another_batch_size_at_the_contexts_that_follow():
     assert other.position()["iteration"] == 2 and other.can_be_saved
 
 
-def test_the_position_of_other_contexts_is_refused():
+def test_the_position_of_other_prompts_is_refused():
     feed, *_ = made()
     position = {**feed.position(), "data": {"prompt_ids": 77}}
-    with pytest.raises(ValueError, match="prompts: then 77, now 1000"):
+    with pytest.raises(ValueError, match="prompt_ids: then 77, now 1000"):
         feed.seek(position)
 
 
