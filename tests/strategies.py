@@ -18,6 +18,7 @@ from trainers import make_trainer
 
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import ParamUse
 from openpi_train.parallel.strategy import CUT, Plan
 from openpi_train.training.init import create_state
 
@@ -34,7 +35,7 @@ def prepare(config, strategy: str, fsdp: int, accum: int, devices=None, unrolled
     plan = Plan(mesh=make_mesh(fsdp, devices), strategy=strategy, min_shard_mib=0, reduce_dtype=sums)
     schedule = LRSchedule(warmup_steps=1, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
     trainer, layout = make_trainer(config, plan, AdamW(), schedule, accum=accum)
-    return dataclasses.replace(trainer, unroll_layers=unrolled), layout
+    return dataclasses.replace(trainer, use=ParamUse(unrolled=unrolled)), layout
 
 
 def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int = 3, unrolled: bool = False):

@@ -12,7 +12,8 @@ from openpi_train.models.model_config import PolicyConfig
 from openpi_train.nn.norms import LayerNorm
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.parallel.layers import scan_layers, stack_layers
-from openpi_train.parallel.shard import Gathering, take_rows
+from openpi_train.parallel.params import Gathering, ParamKind
+from openpi_train.parallel.shard import take_rows
 from openpi_train.sampling.action_sampler import OwnSampler
 from openpi_train.types import ActionBatch, Observation
 
@@ -88,7 +89,7 @@ class StackedPolicy(nnx.Module):
     def __init__(self, config, rngs):
         self.dtype, self.remat, width = config.compute_dtype, config.remat, config.width
         table = jax.random.normal(rngs.params(), (config.vocab_size, width))
-        setattr(self, config.table, nnx.Param(table, gathering=Gathering.BY_ROW))
+        setattr(self, config.table, nnx.Param(table, kind=ParamKind(gathering=Gathering.BY_ROW)))
         self.inputs = nnx.Linear(config.action_dim + 1, width, rngs=rngs)
         setattr(self, config.stack, stack_layers(lambda rngs: Layer(width, self.dtype, rngs), config.depth, rngs))
         self.names = config.stack, config.table

@@ -26,8 +26,9 @@ from openpi_train.nn.norms import RMSNorm, residual
 from openpi_train.nn.rotary_frequencies import angles_at
 from openpi_train.nn.vocabulary import Head, TokenScores, logits, remat_of, token_scores
 from openpi_train.parallel.layers import each_layer, scan_layers, stack_layers
+from openpi_train.parallel.params import Gathering, ParamKind
 from openpi_train.parallel.remat import Remat, keep, keep_input
-from openpi_train.parallel.shard import Gathering, own_heads, spread, summed, take_rows, varies
+from openpi_train.parallel.shard import own_heads, spread, summed, take_rows, varies
 from openpi_train.types import tree_of
 
 # Sines and cosines of positions.
@@ -38,13 +39,13 @@ def _weights(adapter: AdapterConfig, has_factors: bool, rngs: nnx.Rngs) -> Calla
     """A function that makes weights, with low-rank factors if `has_factors`."""
     rank = adapter.rank if has_factors else 0
 
-    def make(shape: tuple[int, ...], initializer: nnx.Initializer, inputs: int = 1, outputs: int = 1) -> LoraWeight:
+    def make(shape: tuple[int, ...], initializer: nnx.Initializer, kind=ParamKind(), inputs=1, outputs=1) -> LoraWeight:
         # As in PEFT: uniform within 1 / sqrt(inputs), and zero.
         axes = {"in_axis": tuple(range(-1 - inputs, -1)), "out_axis": -1}
         batch_axis = tuple(range(len(shape) - inputs - outputs))
         first = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch_axis, **axes)
         factors: Any = {"inputs": inputs, "outputs": outputs, "initializers": (first, nnx.initializers.zeros_init())}
-        return LoraWeight(shape, initializer, rank, adapter.scale, **factors, rngs=rngs)
+        return LoraWeight(shape, initializer, rank, adapter.scale, **factors, kind=kind, rngs=rngs)
 
     return make
 
@@ -68,8 +69,8 @@ class LanguageAttention(nnx.Module):
         lecun = nnx.initializers.lecun_normal
         weight = _weights(adapter, adapter.attention, rngs)
         self.query = weight((d, n, c), lecun(in_axis=-3, out_axis=(-2, -1)), outputs=2)
-        self.key_value = weight((2, seen, k, c), lecun(in_axis=-3, out_axis=(-2, -1), batch_axis=(0,)), outputs=2)
-        self.key_value.weight.set_metadata(by_entry=True)
+        per_entry = lecun(in_axis=-3, out_axis=(-2, -1), batch_axis=(0,))
+        self.key_value = weight((2, seen, k, c), per_entry, ParamKind(by_entry=True), outputs=2)
         self.output = weight((n, c, d), lecun(in_axis=(-3, -2), out_axis=-1), inputs=2)
         self.has_biases, self.has_norms = sizes.biases, sizes.query_key_norms
         if self.has_biases:
@@ -194,9 +195,8 @@ class Decoder(nnx.Module):
         self.remat: Remat = remat
 
         def table() -> nnx.Param:
-            initializer = nnx.initializers.normal(0.02)
-            shape = (sizes.vocab_size, sizes.width)
-            return nnx.Param(initializer(rngs.params(), shape, jnp.float32), gathering=Gathering.BY_ROW)
+            rows = nnx.initializers.normal(0.02)(rngs.params(), (sizes.vocab_size, sizes.width), jnp.float32)
+            return nnx.Param(rows, kind=ParamKind(gathering=Gathering.BY_ROW))
 
         self.token_embedding = table()
         if not sizes.tied:

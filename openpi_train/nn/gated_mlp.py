@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from openpi_train.nn.lora import LoraWeight
+from openpi_train.parallel.params import ParamKind
 from openpi_train.parallel.remat import keep_input
 from openpi_train.parallel.shard import spread, summed
 
@@ -19,23 +20,19 @@ _ACTIVATIONS = {"gelu": nnx.gelu, "silu": nnx.silu}
 class GatedMlp(nnx.Module):
     """down(activation(gate x) * (up x)). A tensor group splits its width.
 
-    `weight` makes a weight from a shape and an initializer.
+    `weight` makes a weight from a shape, an initializer and its kind.
     """
 
     def __init__(
         self,
         width: int,
         mlp_dim: int,
-        weight: Callable[[tuple[int, ...], nnx.Initializer], LoraWeight],
+        weight: Callable[[tuple[int, ...], nnx.Initializer, ParamKind], LoraWeight],
         activation: Activation = "gelu",
     ):
         gated = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=(0,))
-        self.gate_up = weight((2, width, mlp_dim), gated)
-        self.gate_up.weight.set_metadata(by_entry=True)
-        self.down = weight((mlp_dim, width), nnx.initializers.lecun_normal())
-        # `parallel/layers.py`: their gradients are of a layer's widest activations
-        for _, param in nnx.to_flat_state(nnx.state((self.gate_up, self.down), nnx.Param)):
-            param.set_metadata(wide=True)
+        self.gate_up = weight((2, width, mlp_dim), gated, ParamKind(by_entry=True, wide=True))
+        self.down = weight((mlp_dim, width), nnx.initializers.lecun_normal(), ParamKind(wide=True))
         self.activation: Activation = activation
 
     @jax.named_scope("mlp")

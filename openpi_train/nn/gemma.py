@@ -23,8 +23,9 @@ from openpi_train.nn.lora import LoraWeight
 from openpi_train.nn.norms import RMSNorm, residual
 from openpi_train.nn.vocabulary import log_probs, logits, remat_of
 from openpi_train.parallel.layers import scan_all_but_last, scan_layers, scan_to_last, stack_layers
+from openpi_train.parallel.params import Gathering, ParamKind
 from openpi_train.parallel.remat import Remat, keep, keep_input
-from openpi_train.parallel.shard import Gathering, own_heads, spread, summed, take_rows, varies
+from openpi_train.parallel.shard import own_heads, spread, summed, take_rows, varies
 
 Tokens = dict[str, Float[Array, "b _ _"]]
 Conditions = Mapping[str, Float[Array, "b _ _"]]
@@ -42,8 +43,8 @@ class Expert(nnx.Module):
         def weight(shape: tuple[int, ...], initializer: nnx.Initializer) -> LoraWeight:
             return LoraWeight(shape, initializer, lora.attention_rank, lora.attention_scale, rngs=rngs)
 
-        def mlp_weight(shape: tuple[int, ...], initializer: nnx.Initializer) -> LoraWeight:
-            return LoraWeight(shape, initializer, lora.mlp_rank, rngs=rngs)
+        def mlp_weight(shape: tuple[int, ...], initializer: nnx.Initializer, kind: ParamKind) -> LoraWeight:
+            return LoraWeight(shape, initializer, lora.mlp_rank, kind=kind, rngs=rngs)
 
         lecun = nnx.initializers.lecun_normal
         self.attention_norm = RMSNorm(width, condition_width, dtype=dtype, rngs=rngs)
@@ -189,7 +190,7 @@ class Gemma(nnx.Module):
         self.head_dim = first.head_dim
         if vocab_size:
             table = nnx.initializers.normal()(rngs.params(), (vocab_size, first.width), jnp.float32)
-            self.token_embedding = nnx.Param(table, gathering=Gathering.BY_ROW)
+            self.token_embedding = nnx.Param(table, kind=ParamKind(gathering=Gathering.BY_ROW))
         self.layers = stack_layers(
             lambda rngs: GemmaLayer(configs, condition_widths, dtype=dtype, attention=attention, rngs=rngs),
             first.depth,

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from openpi_train.nn.products import product
+from openpi_train.parallel.params import ParamKind
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -83,7 +84,8 @@ def _scale(alpha: float, rank: int, rslora: bool) -> float:
 class LoraWeight(nnx.Module):
     """A weight whose last axes are (in, out), with factors `lora_a` (in, rank) and `lora_b` (rank, out).
 
-    `inputs` and `outputs` are the numbers of these axes. `initializers` are those of `lora_a` and `lora_b`.
+    `inputs` and `outputs` are the numbers of these axes. `initializers` are those of `lora_a` and `lora_b`. `kind` is
+    that of all three, but the factors are gathered with all their entries.
     """
 
     def __init__(
@@ -96,16 +98,18 @@ class LoraWeight(nnx.Module):
         inputs: int = 1,
         outputs: int = 1,
         initializers: tuple[nnx.Initializer, nnx.Initializer] = (_initializer, _initializer),
+        kind: ParamKind = ParamKind(),
         rngs: nnx.Rngs,
     ):
         self.rank = rank
         self.scale = scale
-        self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
+        self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.float32), kind=kind)
         if rank:
             before, out = shape[: -inputs - outputs], shape[-outputs:]
             first, second = initializers
-            self.lora_a = nnx.Param(first(rngs.params(), (*shape[:-outputs], rank), jnp.float32))
-            self.lora_b = nnx.Param(second(rngs.params(), (*before, rank, *out), jnp.float32))
+            kind = dataclasses.replace(kind, by_entry=False)
+            self.lora_a = nnx.Param(first(rngs.params(), (*shape[:-outputs], rank), jnp.float32), kind=kind)
+            self.lora_b = nnx.Param(second(rngs.params(), (*before, rank, *out), jnp.float32), kind=kind)
 
     @property
     def part(self) -> Array:

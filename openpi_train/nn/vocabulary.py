@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import soft_cap
-from openpi_train.parallel.params import LEARNING
+from openpi_train.parallel.params import use_of
 from openpi_train.parallel.remat import Remat
 from openpi_train.parallel.shard import Shard
 from openpi_train.types import pytree, tree_of
@@ -56,9 +56,9 @@ class Head:
 
 
 def remat_of(table: nnx.Variable, remat: Remat) -> Remat:
-    """The policy by which tokens are scored: `remat` where gradients are taken through the model of this table
-    (`parallel/params.py: mark_learning`), and else `full`, as there is nothing to keep logits for."""
-    return remat if table.get_metadata(LEARNING, False) else "full"
+    """The policy by which tokens are scored: `remat` in a step, which takes gradients through the model of this table,
+    and else `full`, as there is nothing to keep logits for."""
+    return "full" if use_of(table) is None else remat
 
 
 @jax.named_scope("logits")

@@ -28,8 +28,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from openpi_train.parallel.mesh import AXES, FSDP, REPLICA, REPLICATED
-from openpi_train.parallel.params import Params, gatherings, merge_module
-from openpi_train.parallel.shard import Gathering, Shard, is_shard, whole
+from openpi_train.parallel.params import Gathering, ParamKind, Params, merge_module, param_kinds
+from openpi_train.parallel.shard import Shard, is_shard, whole
 from openpi_train.parallel.strategy import Plan
 
 # (parameters by path, whole or as shards; a device's rows; the rest) -> this device's share of the result.
@@ -41,7 +41,7 @@ Specs = Mapping[str, PartitionSpec]
 class Devices:
     """Computations on the devices of a plan. `dtype` is the compute dtype of stacks of layers.
 
-    `graphdef` is that of the module of the parameters: its variables define how it gathers them. `unrolls_layers`: what
+    `graphdef` is that of the module of the parameters, which says of what kind each is. `unrolls_layers`: what
     gradients are taken in has unrolled layers.
     """
 
@@ -164,33 +164,29 @@ class Devices:
         self, params: Params, specs: Specs, *, keeps_layers: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """A device's parameters for computation, whole or as shards; and gathered copies of shards."""
-        ways = gatherings(merge_module(self.graphdef, params))
-        held = {path: self._shard(leaf, specs[path], ways.get(path)) for path, leaf in params.items()}
+        kinds = param_kinds(merge_module(self.graphdef, params))
+        held = {path: self._shard(leaf, specs[path], kinds[path]) for path, leaf in params.items()}
         if self.plan.cuts("copy"):
             return held, {}
-        others = {Gathering.BY_ROW, *({Gathering.BY_LAYER} if keeps_layers else ())}
-        copies = {path: leaf.whole() for path, leaf in held.items() if is_shard(leaf) and leaf.gathering not in others}
+        before = {Gathering.AT_ONCE} if keeps_layers else {Gathering.AT_ONCE, Gathering.BY_LAYER}
+        shards = {path: leaf for path, leaf in held.items() if is_shard(leaf)}
+        copies = {path: leaf.whole() for path, leaf in shards.items() if leaf.kind.gathering in before}
         if keeps_layers:
-            held = {
-                path: dataclasses.replace(leaf, is_kept=True)
-                if is_shard(leaf) and leaf.gathering is Gathering.BY_LAYER
-                else leaf
-                for path, leaf in held.items()
-            }
+            layers = {path: leaf for path, leaf in shards.items() if leaf.kind.gathering is Gathering.BY_LAYER}
+            held |= {path: dataclasses.replace(leaf, is_kept=True) for path, leaf in layers.items()}
         return (held, copies) if self.plan.cuts("grads") else ({**held, **copies}, {})
 
-    def _shard(self, leaf: Any, spec: PartitionSpec, way: Gathering | None) -> Any:
-        """A device's part of a parameter that its module gathers that `way`; the whole parameter if it is not
-        sharded."""
+    def _shard(self, leaf: Any, spec: PartitionSpec, kind: ParamKind) -> Any:
+        """A device's part of a parameter of this kind; the whole parameter if it is not sharded."""
         leaf = self._vary(leaf, spec)  # a device's gradient is its own until it is summed here
         if FSDP not in spec:
             return leaf
         dim = spec.index(FSDP)
-        is_weight = way is Gathering.BY_LAYER and leaf.ndim > 2  # layers read vectors (norms, biases) in float32
-        if way is Gathering.BY_ROW and dim != 0:  # a device has no whole rows to send
-            way = None
+        is_weight = kind.gathering is Gathering.BY_LAYER and leaf.ndim > 2  # layers read norms and biases in float32
+        if kind.gathering is Gathering.BY_ROW and dim != 0:  # a device has no whole rows to send
+            kind = dataclasses.replace(kind, gathering=Gathering.AT_ONCE)
         dtype = self.dtype if is_weight else leaf.dtype
-        return Shard(leaf, dim - leaf.ndim, FSDP, dtype, gathering=way, reduce_dtype=self._reduce_dtype)
+        return Shard(leaf, dim - leaf.ndim, FSDP, dtype, kind=kind, reduce_dtype=self._reduce_dtype)
 
     def _cut(self, grads: Mapping[str, Any], specs: Specs) -> dict[str, Any]:
         """The gradients, as shards for sharded parameters, summed over the devices that share a copy if not yet
@@ -248,10 +244,10 @@ def _at_hand(held: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, An
 
 
 def _for_its_module(leaf: Any) -> Any:
-    if not is_shard(leaf) or leaf.gathering is None:
+    if not is_shard(leaf) or leaf.kind.gathering is Gathering.AT_ONCE:
         return whole(leaf)
     # If a stack has more layers than any of its dims (or odd dims), the plan shards it along the layers.
-    return leaf.of_every_layer() if leaf.gathering is Gathering.BY_LAYER and leaf.has_rows else leaf
+    return leaf.of_every_layer() if leaf.kind.gathering is Gathering.BY_LAYER and leaf.has_rows else leaf
 
 
 def _varying(x: Any, axes: tuple[str, ...]) -> Any:

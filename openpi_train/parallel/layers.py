@@ -13,9 +13,9 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
-from openpi_train.parallel.params import AS_GATHERED, FIXED, UNROLLED
+from openpi_train.parallel.params import Gathering, ParamUse, kind_of, use_of
 from openpi_train.parallel.remat import Remat, recomputed
-from openpi_train.parallel.shard import Gathering, Shard, is_shard, whole
+from openpi_train.parallel.shard import Shard, is_shard, whole
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -27,7 +27,7 @@ def stack_layers(make: Callable[[nnx.Rngs], M], depth: int, rngs: nnx.Rngs) -> M
     """
     stacked = nnx.vmap(make)(rngs.split(depth))
     for _, variable in nnx.to_flat_state(nnx.state(stacked, nnx.Param)):
-        variable.set_metadata(gathering=Gathering.BY_LAYER)
+        variable.set_metadata(kind=dataclasses.replace(kind_of(variable), gathering=Gathering.BY_LAYER))
     return stacked
 
 
@@ -35,7 +35,7 @@ def _split(stacked: nnx.Module) -> tuple[nnx.GraphDef, Any]:
     """Graph and parameters of a stack. Raises ValueError if `stack_layers` did not make it."""
     graph, params = nnx.split(stacked)
     for path, variable in nnx.to_flat_state(params):
-        if isinstance(variable, nnx.Param) and variable.get_metadata("gathering", None) is not Gathering.BY_LAYER:
+        if isinstance(variable, nnx.Param) and kind_of(variable).gathering is not Gathering.BY_LAYER:
             raise ValueError(
                 f"{'/'.join(map(str, path))} of these layers was not made by stack_layers: devices that shard it "
                 "would gather all layers at once. Make the stack by stack_layers"
@@ -48,8 +48,8 @@ def scan_layers(
 ) -> tuple[Any, Any]:
     """Apply a stack of layers in order.
 
-    Layers that are marked by `params.py: mark_unrolled` become code of their own, one after the other, instead of a
-    loop: then what the backward pass needs is not copied into stacks and out of them again, and compiling takes longer.
+    A step can unroll them (`params.py: ParamUse`): they become code of their own, one after the other, instead of a
+    loop. Then what the backward pass needs is not copied into stacks and out of them again, and compiling takes longer.
 
     Args:
         stacked: result of `stack_layers`.
@@ -62,8 +62,7 @@ def scan_layers(
         The last carry, and the layers' outputs stacked on a first axis.
     """
     graph, params = _split(stacked)
-
-    fetches, unrolled = _has_shards(params), _is_unrolled(params)
+    fetches, unrolled = _has_shards(params), _use(params).unrolled
 
     def step(carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
         layer = _gathered(layer)
@@ -99,8 +98,8 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     gradients over the devices at the end of the step (jaxlib 0.10.2).
 
     Layers read shards and vectors from the stack: of what the backward pass keeps XLA would make copies, of shards in
-    float32 and in the order in which they are gathered. They read fixed matrices when they run: XLA copies what is read
-    of a stack, and would else do so for all layers at the beginning.
+    float32 and in the order in which they are gathered. They read frozen matrices when they run: XLA copies what is
+    read of a stack, and would else do so for all layers at the beginning.
 
     Layers read activations and get gradients in the order of their dims, as a loop carries them. Without that XLA puts
     the batch last in those of a SigLIP and transposes between its products.
@@ -114,8 +113,8 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
 
     def turn(state: Any, inputs: Any) -> Any:
         (carry, layer), (index, following, extra) = state, inputs
-        # Those that are fixed do not pass: the function would give them gradients, of zeros.
-        trained = jax.tree.map(lambda leaf: None if _is_fixed(leaf) else leaf, following, is_leaf=_is_variable)
+        # Those that are frozen do not pass: the function would give them gradients, of zeros.
+        trained = jax.tree.map(lambda leaf: None if _is_frozen(leaf) else leaf, following, is_leaf=_is_variable)
         carry, trained = _with_gradients_at_once((jax.tree.map(_in_order, carry), trained))
         following = jax.tree.map(
             lambda one, given: given if one is None else one, trained, following, is_leaf=_is_variable_or_none
@@ -133,12 +132,12 @@ def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any
     """What a layer reads; the gradient of `carry` waits for those of the layer's trained weights.
 
     XLA would else put their products off until after the layer before is computed again, and keep what they read. Where
-    gradients are then `sent` it waits for the wide ones alone (metadata `wide`, `nn/gated_mlp.py`), whose products read
-    most: waiting for all would leave less to do while they are sent.
+    gradients are then `sent` it waits for the wide ones alone (`params.py: ParamKind`), whose products read most:
+    waiting for all would leave less to do while they are sent.
     """
 
     def waits(leaf: Any) -> bool:
-        return _is_variable(leaf) and not _is_fixed(leaf) and (not sent or leaf.get_metadata("wide", False))
+        return _is_variable(leaf) and not _is_frozen(leaf) and (not sent or kind_of(leaf).wide)
 
     own = jax.tree.map(lambda leaf: leaf if waits(leaf) else None, layer, is_leaf=_is_variable)
     carry, own = _held((carry, own))
@@ -161,14 +160,14 @@ _held.defvjp(lambda inputs: (inputs, None), _held_backward)
 
 def _read_from(stack: Any, index: Any, layer: Any, carry: Any) -> Any:
     """The parameters of the layer with this index, which gets `carry`; shards that are gathered again in the backward
-    pass, vectors, and what is fixed are read from the stack, with gradients to the layer's own."""
+    pass, vectors, and what is frozen are read from the stack, with gradients to the layer's own."""
 
     def read(one: Any, of_all: Any) -> Any:
         value = one.get_value() if _is_variable(one) else None
-        if isinstance(value, jax.Array) and value.ndim > 1 and _is_fixed(one):
+        if isinstance(value, jax.Array) and value.ndim > 1 and _is_frozen(one):
             return one.replace(_entry_for(carry, of_all.get_value(), index))
         if isinstance(value, jax.Array) and value.ndim == 1:
-            read_entry = _entry if _is_fixed(one) else _read_entry  # which would compute a gradient
+            read_entry = _entry if _is_frozen(one) else _read_entry  # which would compute a gradient
             return one.replace(read_entry(of_all.get_value(), index, value))
         if not isinstance(value, Shard) or value.is_kept:
             return one
@@ -277,39 +276,30 @@ def _with_copies(layer: Any) -> Any:
         value = leaf.get_value() if _is_variable(leaf) else None
         if not isinstance(value, Shard) or not value.is_kept:
             return leaf
-        entries = _entries(leaf)
+        entries = value.entries
         copy = value.whole() if entries is None else tuple(entry.whole() for entry in entries)
         return leaf.replace(value.with_copy(jax.lax.stop_gradient(copy)))
 
     return jax.tree.map(with_copy, layer, is_leaf=_is_variable)
 
 
-def _entries(variable: nnx.Variable) -> tuple[Shard, ...] | None:
-    """The shards of a weight of which a product reads one entry of the first axis (metadata `by_entry`)."""
-    return variable.get_value().entries if variable.get_metadata("by_entry", False) else None
-
-
-def _is_unrolled(params: Any) -> bool:
-    """Whether these parameters are marked so."""
-    return _is_marked(params, UNROLLED)
-
-
-def _is_marked(params: Any, name: str) -> bool:
-    return any(leaf.get_metadata(name, False) for leaf in jax.tree.leaves(params, is_leaf=_is_variable))
+def _use(params: Any) -> ParamUse:
+    """What a step does with all parameters of a stack; which of them are frozen, each says itself."""
+    return next(filter(None, map(use_of, jax.tree.leaves(params, is_leaf=_is_variable))), ParamUse())
 
 
 def _gathered(layer_params: Any) -> Any:
     """The parameters of one layer for training, with every shard gathered.
 
-    Weights of which a product reads one entry of the first axis (metadata `by_entry`) become tuples of these entries,
-    each gathered by itself: then no entry need be copied out of a gathered array.
+    Weights of which a product reads one entry of the first axis become tuples of these entries, each gathered by
+    itself: then no entry need be copied out of a gathered array.
     """
 
     def gathered(variable: Any) -> Any:
         value = variable.get_value()
         if not is_shard(value):
             return variable
-        entries = _entries(variable)
+        entries = value.entries
         if entries is None:
             return variable.replace(value.whole(wide=True))
         return variable.replace(tuple(entry.whole(wide=True) for entry in entries))
@@ -326,7 +316,7 @@ def each_layer(stacked: M) -> list[M]:
 
 def _has_shards(params: Any) -> bool:
     """Whether some of these parameters are shards, or to be treated so."""
-    return any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard))) or _is_marked(params, AS_GATHERED)
+    return _use(params).as_gathered or any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard)))
 
 
 def scan_to_last(
@@ -343,15 +333,15 @@ def scan_to_last(
 
     What needs a gradient is cut, which copies it. Matrices, which layers cast to `dtype` anyway, are therefore cast
     first: the copy is then the only one, and half the size in bfloat16. Norm scales and biases are unchanged (they are
-    used in float32), and so are shards, which are cast when gathered. What is kept fixed (`params.py: mark_fixed`), and
-    need not be cast, is read from the stack layer by layer; shards whose gathered layers are kept are cut, too.
+    used in float32), and so are shards, which are cast when gathered. What is frozen, and need not be
+    cast, is read from the stack layer by layer; shards whose gathered layers are kept are cut, too.
     """
     graph, params = _split(stacked)
 
     def is_read(variable: nnx.Variable) -> bool:
         value = variable.get_value()
         in_type = not value.is_kept if is_shard(value) else value.ndim < 3 or value.dtype == dtype
-        return in_type and variable.get_metadata(FIXED, False)
+        return in_type and _is_frozen(variable)
 
     def parts(keep: Callable[[nnx.Variable], bool]) -> Any:
         return jax.tree.map(lambda leaf: leaf if keep(leaf) else None, params, is_leaf=_is_variable)
@@ -359,7 +349,7 @@ def scan_to_last(
     def cast(x: Any) -> Any:
         return x if is_shard(x) or x.ndim < 3 else x.astype(dtype)
 
-    read, unrolled = parts(is_read), _is_unrolled(params)
+    read, unrolled = parts(is_read), _use(params).unrolled
     cut = jax.tree.map(cast, parts(lambda leaf: not is_read(leaf)), is_leaf=is_shard)
 
     def entry(variable: nnx.Variable, index: Any, carry: Any) -> nnx.Variable:
@@ -393,8 +383,8 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def _is_fixed(leaf: Any) -> bool:
-    return _is_variable(leaf) and leaf.get_metadata(FIXED, False)
+def _is_frozen(leaf: Any) -> bool:
+    return _is_variable(leaf) and (use_of(leaf) or ParamUse()).frozen
 
 
 def _is_variable_or_none(leaf: Any) -> bool:

@@ -1,8 +1,11 @@
-"""Parameters by path: the flat dictionary in which the project trains, shards and stores a module's parameters.
+"""What a parameter is, and what a step does with it; parameters by path: the flat dictionary in which the project
+trains, shards and stores them.
 
 Paths join the module's attribute names with "/". Read next: `state.py`.
 """
 
+import dataclasses
+import enum
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -10,12 +13,41 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from openpi_train.parallel.shard import Gathering
-
 Params = dict[str, Array]
-# Metadata of a parameter: no gradient is taken in it; it is of a stack whose layers are unrolled; it is a table of a
-# model through which gradients are taken.
-FIXED, UNROLLED, AS_GATHERED, LEARNING = "is_fixed", "is_unrolled", "as_gathered", "is_learning"
+
+
+class Gathering(enum.Enum):
+    """When devices gather a parameter that they shard."""
+
+    AT_ONCE = enum.auto()  # before its module runs
+    BY_LAYER = enum.auto()  # when its layer runs, by `layers.py: scan_layers`
+    BY_ROW = enum.auto()  # never: of a table that is read only by `take_rows` and `nn/vocabulary.py` rows are sent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamKind:
+    """What a parameter is to devices that shard it, given where it is made: `nnx.Param(value, kind=ParamKind(...))`.
+
+    `layers.py: stack_layers` sets the gathering of what is in its layers.
+    """
+
+    gathering: Gathering = Gathering.AT_ONCE
+    # A product reads one entry of the first axis: a layer gathers each by itself.
+    by_entry: bool = False
+    # The product for its gradient reads the widest activations of a layer.
+    wide: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamUse:
+    """What a step that takes gradients through a module does with a parameter; elsewhere a parameter has no use."""
+
+    # No gradient is taken in it.
+    frozen: bool = False
+    # The layers of its stack are code of their own, one after the other, and no loop (`layers.py: scan_layers`).
+    unrolled: bool = False
+    # Unrolled layers store what gathered ones store: the step is traced, and does not run.
+    as_gathered: bool = False
 
 
 def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,36 +73,26 @@ def module_params(module: nnx.Module) -> dict[str, Any]:
     return flat_params(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
 
-def gatherings(module: nnx.Module) -> dict[str, Gathering]:
-    """How a module gathers its parameters, by path; without those that must be whole before it runs."""
+def kind_of(variable: nnx.Variable) -> ParamKind:
+    """What a parameter is. One that was made without a kind, as flax makes them, has the defaults."""
+    return variable.get_metadata("kind", ParamKind())
+
+
+def param_kinds(module: nnx.Module) -> dict[str, ParamKind]:
+    """What the parameters of a module are, by path."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    found = {"/".join(map(str, path)): variable.get_metadata("gathering", None) for path, variable in variables}
-    return {path: gathering for path, gathering in found.items() if gathering is not None}
+    return {"/".join(map(str, path)): kind_of(variable) for path, variable in variables}
 
 
-def mark_fixed(module: nnx.Module, paths: Container[str]) -> None:
-    """Mark the parameters with these paths as fixed: no gradient is taken in them (`layers.py: scan_to_last`)."""
+def use_of(variable: nnx.Variable) -> ParamUse | None:
+    """What a step does with a parameter; None outside of a step."""
+    return variable.get_metadata("use", None)
+
+
+def use_params(module: nnx.Module, use: ParamUse, frozen: Container[str] = ()) -> None:
+    """Begin a step with a module: `use` is that of all its parameters, and those of the paths `frozen` are frozen."""
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        if "/".join(map(str, path)) in paths:
-            variable.set_metadata(FIXED, True)
-
-
-def mark_unrolled(module: nnx.Module, *, as_gathered: bool = False) -> None:
-    """Mark all stacks of layers to be unrolled (`layers.py: scan_layers`).
-
-    `as_gathered`: they are to store what layers of shards store.
-    """
-    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        if variable.get_metadata("gathering", None) is Gathering.BY_LAYER:
-            variable.set_metadata(UNROLLED, True)
-            variable.set_metadata(AS_GATHERED, as_gathered)
-
-
-def mark_learning(module: nnx.Module) -> None:
-    """Mark the tables of a model through which gradients are taken (`nn/vocabulary.py: remat_of`)."""
-    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        if variable.get_metadata("gathering", None) is Gathering.BY_ROW:
-            variable.set_metadata(LEARNING, True)
+        variable.set_metadata(use=dataclasses.replace(use, frozen="/".join(map(str, path)) in frozen))
 
 
 def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:

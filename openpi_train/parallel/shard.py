@@ -8,7 +8,6 @@ rows: `spread` and `summed`. Read next: `layers.py: scan_layers`, which gathers 
 """
 
 import dataclasses
-import enum
 import math
 from typing import Any
 
@@ -17,17 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.parallel.mesh import TENSOR
-
-
-class Gathering(enum.Enum):
-    """How a module gathers a parameter itself; the metadata `gathering` of `nnx.Param`.
-
-    Parameters without it are gathered before their module runs.
-    """
-
-    BY_LAYER = enum.auto()  # set by `layers.py: stack_layers` for all its layers; `scan_layers` gathers
-    BY_ROW = enum.auto()  # set by a table's module, which reads it only by `take_rows` and `nn/vocabulary.py`
-
+from openpi_train.parallel.params import ParamKind
 
 _STATIC = {"static": True}  # by jax's convention: part of the tree's structure, not a leaf
 
@@ -40,7 +29,7 @@ class Shard:
 
     `dtype` is the type of the gathered array. `copy` is the whole array, or a tuple of its `entries`, if the device
     has it: then nothing is gathered, but the gradient is still reduce-scattered where it arises (ZeRO stage 2).
-    `gathering` says how the module that reads it gathers it; None: it does not.
+    `kind` is the parameter's, but its gathering here is at once if devices have no whole rows of a table.
     """
 
     part: Any
@@ -48,7 +37,7 @@ class Shard:
     axis: str = dataclasses.field(metadata=_STATIC)
     dtype: Any = dataclasses.field(metadata=_STATIC)
     copy: Any = None
-    gathering: Gathering | None = dataclasses.field(default=None, metadata=_STATIC)
+    kind: ParamKind = dataclasses.field(default=ParamKind(), metadata=_STATIC)
     # Whether a layer, once gathered, stays for the backward pass.
     is_kept: bool = dataclasses.field(default=False, metadata=_STATIC)
     # The type in which gradients are sent and summed.
@@ -92,8 +81,9 @@ class Shard:
 
     @property
     def entries(self) -> tuple["Shard", ...] | None:
-        """A shard of each entry of the first axis; None if that axis is sharded, or flattened with others."""
-        if self.has_rows or self.layer is not None:
+        """A shard of each entry of the first axis, where products read one; None if that axis is sharded, or flattened
+        with others."""
+        if not self.kind.by_entry or self.has_rows or self.layer is not None:
             return None
         copies = [None] * len(self.part) if self.copy is None else self.copy
         return tuple(

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from openpi_train.experiment import Experiment
 from openpi_train.nn.attention import best_kind
 from openpi_train.parallel.mesh import FSDP, TENSOR, planned_mesh
-from openpi_train.parallel.params import gatherings, merge_module
-from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.params import Gathering, merge_module, param_kinds
 from openpi_train.parallel.strategy import Plan, Strategy
 from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
@@ -87,10 +86,10 @@ def layout_cost(
     tensor_devices = experiment.sharding.tensor_devices
     generation = max((generation_bytes(size, tensor_devices) for size in experiment.generation_sizes()), default=0)
 
-    ways = gatherings(merge_module(cut.graphdef, {**cut.shapes.frozen, **cut.shapes.params}))
-    at_once = frozenset({**state.shapes.frozen, **state.shapes.params}) - frozenset(ways)
+    kinds = param_kinds(merge_module(cut.graphdef, {**cut.shapes.frozen, **cut.shapes.params}))
+    at_once = frozenset(path for path, kind in kinds.items() if kind.gathering is Gathering.AT_ONCE)
     # Of tables only rows are sent, and few.
-    fixed = {path: leaf for path, leaf in state.shapes.frozen.items() if ways.get(path) is not Gathering.BY_ROW}
+    fixed = {path: leaf for path, leaf in state.shapes.frozen.items() if kinds[path].gathering is not Gathering.BY_ROW}
 
     @functools.cache
     def memory(num_micros: int) -> Memory:

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from openpi_train.parallel.mesh import FSDP, TENSOR
-from openpi_train.parallel.params import gatherings, merge_module
-from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.params import Gathering, merge_module, param_kinds
 from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
@@ -125,11 +124,11 @@ def predict(
     """
     shapes, shardings = layout.shapes, layout.shardings
     on_host, leaves = _on_host(layout), {**shapes.frozen, **shapes.params}
-    ways = gatherings(merge_module(layout.graphdef, leaves))
+    kinds = param_kinds(merge_module(layout.graphdef, leaves))
     specs = {path: plan.spec("state", leaf, path) for path, leaf in leaves.items()}
     cut = {path for path, spec in specs.items() if FSDP in spec}
-    in_place = {path for path in cut if ways.get(path) is Gathering.BY_ROW and specs[path][0] == FSDP}
-    of_layers = {path for path in cut if ways.get(path) is Gathering.BY_LAYER}
+    in_place = {path for path in cut if kinds[path].gathering is Gathering.BY_ROW and specs[path][0] == FSDP}
+    of_layers = {path for path in cut if kinds[path].gathering is Gathering.BY_LAYER}
     as_they_arise = of_layers if unrolled and num_micros == 1 else set()
 
     def held(paths: Iterable[str], dtype: Any, parts: Container[str]) -> int:

@@ -12,6 +12,7 @@ import optax
 
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
+from openpi_train.parallel.params import ParamUse
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import layout_cost, layouts, planned
@@ -44,7 +45,7 @@ def make_trainer(experiment: Experiment, layout: StateLayout, plan: Plan) -> Tra
         plan=plan,
         seed=experiment.seed,
         grad_accum=experiment.grad_accum,
-        unroll_layers=experiment.unroll_layers is True,
+        use=ParamUse(unrolled=experiment.unroll_layers is True),
         ema_decay=experiment.ema_decay,
         ema_warmup=experiment.ema_warmup,
         loss_scaling=_loss_scaling(experiment),
@@ -124,7 +125,8 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
     whole = planned(experiment, "replicated", 1, experiment.sharding.tensor_devices)
     one = dataclasses.replace(experiment, grad_accum=1)
     batch = batch_spec(ROWS) if batch_spec else experiment.batch_spec(ROWS)
-    trainer = dataclasses.replace(make_trainer(one, state.of(experiment.model), whole), as_gathered=True)
+    trainer = make_trainer(one, state.of(experiment.model), whole)
+    trainer = dataclasses.replace(trainer, use=dataclasses.replace(trainer.use, as_gathered=trainer.use.unrolled))
 
     def gradient(state: TrainState, batch: Any) -> Any:
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))

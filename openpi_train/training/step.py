@@ -20,7 +20,7 @@ from openpi_train.models.model_config import ModelConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import EmaWarmup, LossScale, LossScaling, learning_rate
 from openpi_train.parallel.devices import Devices
-from openpi_train.parallel.params import Params, mark_fixed, mark_learning, mark_unrolled, merge_module
+from openpi_train.parallel.params import Params, ParamUse, merge_module, use_params
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
 from openpi_train.parallel.update import Update
@@ -49,9 +49,8 @@ class Trainer:
     plan: Plan
     seed: int
     grad_accum: int = 1
-    unroll_layers: bool = False
-    # To be traced: unrolled layers store what gathered ones store.
-    as_gathered: bool = False
+    # What the step does with parameters; which of them are frozen the state says.
+    use: ParamUse = dataclasses.field(default_factory=ParamUse)
     ema_decay: float | None = None
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
     loss_scaling: LossScaling | None = None
@@ -71,7 +70,7 @@ class Trainer:
             in_shardings=(state_shardings, self.plan.batch),
             out_shardings=(state_shardings, self.plan.replicated),
             donate_argnums=0,
-            compiler_options=_APART if self.unroll_layers and self.plan.mesh.size > 1 else None,
+            compiler_options=_APART if self.use.unrolled and self.plan.mesh.size > 1 else None,
         )
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -102,10 +101,7 @@ class Trainer:
         def share(params, micro, rest):
             step, norms, scale = rest
             model = merge_module(self.graphdef, params)
-            mark_fixed(model, state.frozen)
-            mark_learning(model)
-            if self.unroll_layers:
-                mark_unrolled(model, as_gathered=self.as_gathered)
+            use_params(model, self.use, state.frozen)
             loss, metrics = self.objective.loss(model, micro, norms, row_keys(self.seed, step, micro.row))
             return (loss if scale is None else loss * scale.value), metrics
 
@@ -118,7 +114,7 @@ class Trainer:
     @property
     def devices(self) -> Devices:
         """The computation over devices."""
-        return Devices(self.plan, self.model.compute_dtype, self.graphdef, self.unroll_layers)
+        return Devices(self.plan, self.model.compute_dtype, self.graphdef, self.use.unrolled)
 
     def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
         """The loss scale after this step."""

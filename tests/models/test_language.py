@@ -20,9 +20,8 @@ from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, LossScaling, LRSchedule
 from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.mesh import FSDP, TENSOR, make_mesh
-from openpi_train.parallel.params import gatherings, merge_module, module_params
+from openpi_train.parallel.params import Gathering, merge_module, module_params, param_kinds
 from openpi_train.parallel.remat import Remat
-from openpi_train.parallel.shard import Gathering
 from openpi_train.parallel.strategy import Plan
 from openpi_train.training.init import create_state
 from openpi_train.types import pytree
@@ -220,7 +219,7 @@ def test_names_are_hugging_faces_and_each_parameter_has_its_own():
 
 def test_all_layers_are_one_stack_that_is_gathered_layer_by_layer():
     module = nnx.eval_shape(lambda: MODEL.build(nnx.Rngs(0)))
-    stacked = {path for path, way in gatherings(module).items() if way is Gathering.BY_LAYER}
+    stacked = {path for path, kind in param_kinds(module).items() if kind.gathering is Gathering.BY_LAYER}
     assert stacked == {path for path in parameter_shapes(MODEL) if path.startswith("layers/")}
 
 

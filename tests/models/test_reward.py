@@ -16,8 +16,7 @@ from openpi_train.models.reference import ReferencedConfig
 from openpi_train.models.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, without_additions
-from openpi_train.parallel.params import gatherings, module_params
-from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.params import Gathering, module_params, param_kinds
 from openpi_train.training.init import initial_state
 
 SIZES = DecoderSizes(vocab_size=24, width=16, depth=2, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, tied=False)
@@ -66,7 +65,7 @@ def test_reward_models_adapter_and_head_train_and_fold():
 def test_parts_layers_are_gathered_one_by_one_and_its_groups_are_frozen_by_name(model):
     module = nnx.eval_shape(lambda: model.build(nnx.Rngs(0)))
     paths = set(parameter_shapes(model))
-    stacked = {path for path, way in gatherings(module).items() if way is Gathering.BY_LAYER}
+    stacked = {path for path, kind in param_kinds(module).items() if kind.gathering is Gathering.BY_LAYER}
     assert stacked == {path for path in paths if "/layers/" in path}
     groups = {
         name: {path for path in paths if re.fullmatch(pattern, path)}

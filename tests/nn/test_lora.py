@@ -8,13 +8,15 @@ from flax import nnx
 
 from openpi_train.nn.gated_mlp import GatedMlp
 from openpi_train.nn.lora import LoraConfig, LoraWeight, merge_lora
+from openpi_train.parallel.params import param_kinds
 
 
 def test_the_gradients_of_a_gated_layers_factors_are_waited_for_as_those_of_its_weights():
     """They, too, read the widest activations of a layer."""
-    layer = GatedMlp(4, 8, lambda shape, make: LoraWeight(shape, make, 2, rngs=nnx.Rngs(0)))
-    marked = {path: param.get_metadata("wide", False) for path, param in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-    assert marked == {(one, part): True for one in ("gate_up", "down") for part in ("weight", "lora_a", "lora_b")}
+    layer = GatedMlp(4, 8, lambda shape, make, kind: LoraWeight(shape, make, 2, kind=kind, rngs=nnx.Rngs(0)))
+    wide = {path for path, kind in param_kinds(layer).items() if kind.wide}
+    assert wide == {f"{one}/{part}" for one in ("gate_up", "down") for part in ("weight", "lora_a", "lora_b")}
+    assert {path for path, kind in param_kinds(layer).items() if kind.by_entry} == {"gate_up/weight"}
 
 
 def test_the_scale_is_alpha_by_the_rank_or_by_its_root():

@@ -22,7 +22,7 @@ from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.mesh import make_mesh
-from openpi_train.parallel.params import mark_unrolled, merge_module, module_params
+from openpi_train.parallel.params import ParamUse, merge_module, module_params, use_params
 from openpi_train.parallel.strategy import Plan
 
 SIZES = DecoderSizes(
@@ -106,7 +106,7 @@ def looped(graph, params):
 def unrolled(graph, params):
     def run(params, tokens):
         decoder = merge_module(graph, params)
-        mark_unrolled(decoder)
+        use_params(decoder, ParamUse(unrolled=True))
         return log_probs(decoder, tokens)
 
     return jax.jit(run)(params, TOKENS)

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from openpi_train.nn.vocabulary import CHUNK_TOKENS, Head, log_probs, logits, remat_of, token_scores
 from openpi_train.parallel.mesh import make_mesh
-from openpi_train.parallel.params import mark_learning
-from openpi_train.parallel.shard import Gathering, Shard
+from openpi_train.parallel.params import ParamUse, use_params
+from openpi_train.parallel.shard import Shard
 from openpi_train.planning.flops import product_flops
 
 NUMBERS = np.random.default_rng(0)
@@ -116,11 +116,11 @@ def test_scores_are_kept_where_products_are_and_else_computed_again(remat, times
 def test_scores_are_kept_only_where_gradients_are_taken():
     class Model(nnx.Module):
         def __init__(self):
-            self.table = nnx.Param(TABLE, gathering=Gathering.BY_ROW)
+            self.table = nnx.Param(TABLE)
 
     model = Model()
     assert [remat_of(model.table, remat) for remat in ("none", "dots", "full")] == ["full"] * 3
-    mark_learning(model)
+    use_params(model, ParamUse())
     assert [remat_of(model.table, remat) for remat in ("none", "dots", "full")] == ["none", "dots", "full"]
 
 

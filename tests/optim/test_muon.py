@@ -32,8 +32,7 @@ from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.optim import LRSchedule, Muon
 from openpi_train.optim.muon import num_parts
 from openpi_train.optim.state_rules import is_stacked
-from openpi_train.parallel.params import module_params
-from openpi_train.parallel.shard import Gathering
+from openpi_train.parallel.params import Gathering, module_params, param_kinds
 
 SIZES = {"depth": 2, "mlp_dim": 12, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
 LORA = {"lora_attention_rank": 3, "lora_mlp_rank": 3}
@@ -223,10 +222,7 @@ TABLES["referenced"] = {f"{part}/{path}" for part in ("policy", "reference") for
 def abstract(config):
     """The shapes of a config's parameters by path, and the paths of stacks of layers, by what the model says."""
     module = nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
-    variables = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    stacked = {
-        "/".join(map(str, path)) for path, one in variables if one.get_metadata("gathering", None) is Gathering.BY_LAYER
-    }
+    stacked = {path for path, kind in param_kinds(module).items() if kind.gathering is Gathering.BY_LAYER}
     return module_params(module), stacked
 
 

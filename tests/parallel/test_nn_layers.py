@@ -13,7 +13,7 @@ from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.norms import LayerNorm, RMSNorm, residual
 from openpi_train.nn.sincos import sincos_encoding
 from openpi_train.parallel.layers import scan_layers, scan_to_last, stack_layers
-from openpi_train.parallel.params import mark_fixed, mark_unrolled, merge_module, module_params
+from openpi_train.parallel.params import ParamUse, merge_module, module_params, use_params
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.jaxprs import bodies
 
@@ -69,14 +69,16 @@ def test_recomputing_changes_no_gradient(stacked, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, other)
 
 
-def value_and_gradient(stacked, run, *, unrolled):
+UNROLLED = ParamUse(unrolled=True)
+
+
+def value_and_gradient(stacked, run, *, unrolled, frozen=()):
     """The compiled program of a sum over outputs and its gradient in all parameters, what it computes, its source."""
     graph, params = nnx.split(stacked)
 
     def loss(params, x):
         module = nnx.merge(graph, params)
-        if unrolled:
-            mark_unrolled(module)
+        use_params(module, ParamUse(unrolled=unrolled), frozen)
         return run(module, x)
 
     x = jnp.linspace(-1, 1, 8).reshape(2, 4)
@@ -148,7 +150,7 @@ def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_an
 
     def loss(params, x):
         module = nnx.merge(graph, params)
-        mark_unrolled(module)
+        use_params(module, UNROLLED)
         return run_with_sums(module, x, remat=remat)
 
     (body_of_layer,) = backward_bodies(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr)
@@ -167,20 +169,19 @@ def test_gradients_of_an_unrolled_layer_wait_for_those_of_the_layer_behind_it_an
 
 
 @pytest.mark.parametrize(
-    ("remat", "fixed", "expected"),
+    ("remat", "frozen", "expected"),
     [
         ("full", (), [(2, 4), (4,), (4, 4)]),
         ("full", ("dense/bias",), [(2, 4), (4, 4)]),
         ("attention", (), None),
     ],
 )
-def test_with_full_the_gradient_of_an_unrolled_layers_input_waits_for_the_layers_own(stacked, remat, fixed, expected):
+def test_with_full_the_gradient_of_an_unrolled_layers_input_waits_for_the_layers_own(stacked, remat, frozen, expected):
     graph, params = nnx.split(stacked)
 
     def loss(params, x):
         module = nnx.merge(graph, params)
-        mark_fixed(module, fixed)
-        mark_unrolled(module)
+        use_params(module, UNROLLED, frozen)
         return run_with_sums(module, x, remat=remat)
 
     (body_of_layer,) = backward_bodies(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((2, 4))).jaxpr)
@@ -198,14 +199,13 @@ def test_with_full_the_gradient_of_an_unrolled_layers_input_waits_for_the_layers
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_fixed_matrices_of_unrolled_layers_are_read_when_their_layer_runs(stacked, remat, is_cut):
+def test_frozen_matrices_of_unrolled_layers_are_read_when_their_layer_runs(stacked, remat, is_cut):
     """XLA for GPUs copies what is read of a stack, and would do so for all layers at the beginning."""
     graph, params = nnx.split(stacked)
 
     def loss(params, x):
         module = nnx.merge(graph, params)
-        mark_fixed(module, ("dense/kernel",))
-        mark_unrolled(module)
+        use_params(module, UNROLLED, ("dense/kernel",))
         run = functools.partial(scan_to_last, dtype=jnp.float32) if is_cut else scan_layers
         return run(module, lambda layer, x, _: (layer(x), None), x, remat=remat)[0].sum()
 
@@ -221,7 +221,7 @@ def test_the_gradient_of_a_condition_waits_with_those_of_each_layer():
     """Put off to the end, its products would keep what every layer gathers for them."""
     config = GemmaConfig(width=16, depth=3, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
     gemma = Gemma({"action": config}, 0, {"action": 6}, dtype=jnp.float32, remat="full", rngs=nnx.Rngs(0))
-    mark_unrolled(gemma)
+    use_params(gemma, UNROLLED)
     graph, params = nnx.split(gemma)
 
     def loss(condition):
@@ -237,18 +237,14 @@ def test_the_gradient_of_a_condition_waits_with_those_of_each_layer():
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_fixed_weights_of_unrolled_layers_cost_no_product(stacked, remat):
+def test_frozen_weights_of_unrolled_layers_cost_no_product(stacked, remat):
     graph, params = nnx.split(stacked)
 
     def loss(params, x, unrolled):
-        module = nnx.merge(graph, params)
-        mark_fixed(module, ("dense/kernel",))
-        trained = jax.tree.map(lambda x: x, nnx.state(module))
+        trained = jax.tree.map(lambda x: x, params)
         trained["dense"]["kernel"] = jax.tree.map(jax.lax.stop_gradient, trained["dense"]["kernel"])
         module = nnx.merge(graph, trained)
-        mark_fixed(module, ("dense/kernel",))
-        if unrolled:
-            mark_unrolled(module)
+        use_params(module, ParamUse(unrolled=unrolled), ("dense/kernel",))
         return run_with_sums(module, x, remat=remat)
 
     looped, unrolled = (
@@ -259,14 +255,13 @@ def test_fixed_weights_of_unrolled_layers_cost_no_product(stacked, remat):
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-@pytest.mark.parametrize("fixed", [(), ("dense/kernel",)])
-def test_an_unrolled_cut_stack_computes_what_a_loop_computes(stacked, fixed, remat):
+@pytest.mark.parametrize("frozen", [(), ("dense/kernel",)])
+def test_an_unrolled_cut_stack_computes_what_a_loop_computes(stacked, frozen, remat):
     def run(stacked, x):
-        mark_fixed(stacked, fixed)
         carry, _, last = scan_to_last(stacked, body, x, remat=remat, dtype=jnp.float32)
         return body(last, carry, None)[0].sum()
 
-    looped, unrolled = (value_and_gradient(stacked, run, unrolled=unrolled) for unrolled in (False, True))
+    looped, unrolled = (value_and_gradient(stacked, run, unrolled=one, frozen=frozen) for one in (False, True))
     jax.tree.map(assert_rounded_otherwise, looped[1], unrolled[1])
     assert " while(" in looped[0] and " while(" not in unrolled[0]
 
@@ -304,7 +299,7 @@ def test_a_cut_stack_has_its_matrices_in_the_type_of_the_layers_and_the_rest_as_
 
 
 @pytest.mark.parametrize(
-    ("fixed", "dtype", "copied"),
+    ("frozen", "dtype", "copied"),
     [
         (("dense/kernel", "dense/bias"), jnp.float32, set()),
         (("dense/kernel",), jnp.float32, {(3, 4)}),
@@ -312,12 +307,12 @@ def test_a_cut_stack_has_its_matrices_in_the_type_of_the_layers_and_the_rest_as_
         ((), jnp.float32, {(3, 4), (3, 4, 4)}),
     ],
 )
-def test_what_is_fixed_is_read_from_the_stack_and_not_copied(stacked, fixed, dtype, copied):
+def test_what_is_frozen_is_read_from_the_stack_and_not_copied(stacked, frozen, dtype, copied):
     graph, params = nnx.split(stacked)[0], module_params(stacked)
 
     def loss(params, x):
         module = merge_module(graph, params)
-        mark_fixed(module, fixed)
+        use_params(module, ParamUse(), frozen)
         carry, _, last = scan_to_last(module, body, x, remat="dots", dtype=dtype)
         return body(last, carry, None)[0].sum()
 
@@ -329,12 +324,12 @@ def test_what_is_fixed_is_read_from_the_stack_and_not_copied(stacked, fixed, dty
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_a_fixed_stack_is_not_kept_once_more_for_the_backward_pass(stacked, remat):
+def test_a_frozen_stack_is_not_kept_once_more_for_the_backward_pass(stacked, remat):
     graph, params = nnx.split(stacked)[0], module_params(stacked)
 
     def loss(params, x):
         module = merge_module(graph, params)
-        mark_fixed(module, params)
+        use_params(module, ParamUse(), params)
         return scan_to_last(module, body, x, remat=remat, dtype=jnp.float32)[0].sum()
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=1))(params, jnp.ones((2, 4))).jaxpr

@@ -1,5 +1,7 @@
 """Shards made whole in place: the same values and gradients as with the whole array, and no more sent than said."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -11,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from openpi_train.parallel.layers import scan_layers, stack_layers
 from openpi_train.parallel.mesh import make_mesh
-from openpi_train.parallel.params import mark_unrolled
-from openpi_train.parallel.shard import Gathering, Shard, spread, summed, take_rows, whole
+from openpi_train.parallel.params import Gathering, ParamKind, ParamUse, kind_of, use_params
+from openpi_train.parallel.shard import Shard, spread, summed, take_rows, whole
 from openpi_train.planning.jaxprs import bodies
 
 NUMBERS = np.random.default_rng(0)
@@ -81,15 +83,14 @@ class Layer(nnx.Module):
 def gradient_of_a_cut_stack(remat, *, unrolled, reduce_dtype=jnp.float32, wide=False):
     """The gradient in a kernel that is cut over four devices, with its arguments; checked against the uncut one's."""
     stack = stack_layers(Layer, 3, nnx.Rngs(0))
-    stack.dense.kernel.set_metadata(wide=wide)
+    stack.dense.kernel.set_metadata(kind=dataclasses.replace(kind_of(stack.dense.kernel), wide=wide))
     graph, params = nnx.split(stack)
     params = nnx.to_pure_dict(params)["dense"]
     rows = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)  # the same in every test
 
     def loss(params, rows):
         stacked = nnx.merge(graph, {"dense": params})
-        if unrolled:
-            mark_unrolled(stacked)
+        use_params(stacked, ParamUse(unrolled=unrolled))
         return jnp.sum(scan_layers(stacked, lambda layer, x, _: (layer(x), None), rows, remat=remat)[0])
 
     def cut(params, rows):
@@ -199,7 +200,7 @@ def test_with_a_copy_at_hand_nothing_is_gathered_and_every_layers_gradient_is_cu
 def test_a_stack_that_runs_otherwise_than_by_a_scan_is_refused_where_it_is_cut():
     graph, params = nnx.split(stack_layers(Layer, 3, nnx.Rngs(0)))
     params = nnx.to_pure_dict(params)["dense"]
-    shard = Shard(params["kernel"], -1, "fsdp", jnp.float32, gathering=Gathering.BY_LAYER)
+    shard = Shard(params["kernel"], -1, "fsdp", jnp.float32, kind=ParamKind(gathering=Gathering.BY_LAYER))
     stacked = nnx.merge(graph, {"dense": {**params, "kernel": shard}})
     with pytest.raises(TypeError, match="made runs only by scan_layers"):
         stacked(jnp.ones((2, 8)))
@@ -226,14 +227,16 @@ def test_layers_that_are_shared_out_become_parts_of_every_layer(size):
 
 def test_entries_of_a_shard_are_its_first_axis_with_their_copies_unless_that_axis_is_cut():
     array = jnp.arange(24.0).reshape(2, 3, 4)
-    first, second = Shard(array, -1, "fsdp", jnp.float32).with_copy(10 * array).entries or ()
+    shard = functools.partial(Shard, axis="fsdp", dtype=jnp.float32, kind=ParamKind(by_entry=True))
+    first, second = shard(array, -1).with_copy(10 * array).entries or ()
     for index, entry in enumerate((first, second)):
         np.testing.assert_array_equal(entry.part, array[index])
         np.testing.assert_array_equal(entry.copy, 10 * array[index])
         assert entry.dim == -1
-    assert Shard(array, -3, "fsdp", jnp.float32).entries is None
-    assert Shard(array.reshape(2, 12), -1, "fsdp", jnp.float32, layer=(2, 12, 8)).entries is None
-    assert [entry.copy for entry in Shard(array, -2, "fsdp", jnp.float32).entries or ()] == [None, None]
+    assert shard(array, -3).entries is None
+    assert shard(array.reshape(2, 12), -1, layer=(2, 12, 8)).entries is None
+    assert [entry.copy for entry in shard(array, -2).entries or ()] == [None, None]
+    assert shard(array, -1, kind=ParamKind()).entries is None, "products read it whole"
 
 
 def test_what_is_no_shard_stays_as_it_is():

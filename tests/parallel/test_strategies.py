@@ -22,7 +22,7 @@ from openpi_train.launch.processes import free_port
 from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.layers import scan_layers, stack_layers
 from openpi_train.parallel.mesh import FSDP, REPLICA, make_mesh
-from openpi_train.parallel.params import mark_unrolled, merge_module, module_params
+from openpi_train.parallel.params import ParamKind, ParamUse, merge_module, module_params, use_params
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.memory import bytes_per_device, predict
@@ -160,7 +160,7 @@ class Pair(nnx.Module):
     """A weight of which products read one entry at a time, and a vector."""
 
     def __init__(self):
-        self.weight = nnx.Param(jnp.ones((2, 16, 32)), by_entry=True)
+        self.weight = nnx.Param(jnp.ones((2, 16, 32)), kind=ParamKind(by_entry=True))
         self.bias = nnx.Param(jnp.ones(32))
 
 
@@ -190,8 +190,7 @@ def gradient_of_scaled(plan, dtype, accum=1, *, unrolled):
 
     def share(params, values, _):
         module = merge_module(graph, params)
-        if unrolled:
-            mark_unrolled(module)
+        use_params(module, ParamUse(unrolled=unrolled))
         return module.loss(values), {}
 
     def run(params, values):
@@ -317,7 +316,7 @@ def test_an_experiment_tells_its_step_to_unroll():
     experiment = cli.parse_experiment("debug", ["--exp-name", "x", "--unroll-layers", "True"])
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     trainer = prepare.make_trainer(experiment, prepare.whole_layout(experiment, plan), plan)
-    assert trainer.unroll_layers
+    assert trainer.use.unrolled
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

@@ -17,6 +17,7 @@ from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.optim import SGD, Adafactor, AdamW, LRSchedule, Muon
 from openpi_train.parallel.mesh import FSDP, TENSOR, make_mesh, planned_mesh
+from openpi_train.parallel.params import ParamUse
 from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.memory import bytes_per_device, predict
 from openpi_train.planning.traffic import as_asked, collectives, formula_bytes, tensor_bytes
@@ -152,7 +153,7 @@ def test_losses_and_parameters_are_those_of_one_device(name, strategy, fsdp, ten
 def test_unrolled_layers_of_tensor_groups_are_traced(strategy, fsdp):
     """A layer's gradients vary over a group's devices, and those of its norms do not."""
     trainer, layout = prepare(CONFIGS["pi0"], strategy, fsdp, tensor=2)
-    trainer = dataclasses.replace(trainer, unroll_layers=True)
+    trainer = dataclasses.replace(trainer, use=ParamUse(unrolled=True))
     with jax.set_mesh(trainer.plan.real_mesh):
         spec = CONFIGS["pi0"].batch_spec(ROWS, CAMERAS)
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), spec)
