@@ -6,12 +6,12 @@ tensorflow-datasets keeps it (--data.datasets.0.source.path), or a LeRobot datas
 
 import dataclasses
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core import places
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.objectives.flow_matching import FlowMatching

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.data.core import places
 from openpi_train.data.formats.lerobot import LeRobot
-from openpi_train.interop import checkpoint_formats
 from openpi_train.optim import LRSchedule
 from openpi_train.policy import restore
 from openpi_train.robots.aloha import Aloha

@@ -1,4 +1,7 @@
-"""`ActionTokenDistribution`: chunks that a policy says token by token (pi0-FAST). Read next: `models/pi0_fast_network.py`."""
+"""`ActionTokenDistribution`: chunks that a policy says token by token (pi0-FAST).
+
+Read next: `models/pi0_fast/pi0_fast_network.py`.
+"""
 
 import dataclasses
 from typing import Any, ClassVar, Protocol
