@@ -28,10 +28,9 @@ from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.experiment import Experiment
 from openpi_train.generation.generator import GenerationRequest, Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.interop import huggingface
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule

@@ -8,7 +8,7 @@ import dataclasses
 from openpi_train import registry
 from openpi_train.data.make.fake import FakeData
 from openpi_train.data.robot.config import DataConfig, Dataset
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes
+from openpi_train.models.diffusion_policy.diffusion_policy import DiffusionPolicyConfig, MlpSizes
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.robots.bridge import Bridge
 

@@ -22,10 +22,9 @@ from benchmarks import hostile_http
 from benchmarks.report import Cell, Spread, Table
 from benchmarks.server_process import ServerProcess, asked_for_health, running
 from openpi_train.data.core.files import write_bytes, write_json
-from openpi_train.interop import huggingface
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.parallel.params import module_params
 

@@ -27,9 +27,9 @@ import numpy as np
 
 from benchmarks.report import ROOT, Cell, Spread, Table
 from openpi_train import registry
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.interop import openpi
 from openpi_train.interop.orbax_item import METADATA
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch.processes import free_port
 from openpi_train.models.model_config import ModelConfig
 

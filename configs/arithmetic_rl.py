@@ -9,7 +9,7 @@ from openpi_train_configs import arithmetic_runs
 
 from openpi_train.data.core import cache_folders
 from openpi_train.data.text.text_data import TextDataset
-from openpi_train.models.actor_critic import ActorCriticConfig
+from openpi_train.models.language.actor_critic import ActorCriticConfig
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
 from openpi_train.rl.estimator import AdvantageEstimator

@@ -9,13 +9,13 @@ import dataclasses
 
 from openpi_train_configs.published_models import MODELS
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.interop.weights import CheckpointWeightLoader
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.objectives.judged_completions import JudgedCompletions
 from openpi_train.objectives.preference_pairs import PreferencePairs

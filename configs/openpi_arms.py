@@ -7,20 +7,21 @@ stats `trossen` and `ur5e` are those of the base models, where openpi downloads 
 
 import dataclasses
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.robots.aloha import Aloha
 from openpi_train.robots.ur5 import UR5
 
-_PEN = LeRobot(path=places.lerobot("physical-intelligence/aloha_pen_uncap_diverse"))
-_SIM = LeRobot(path=places.lerobot("lerobot/aloha_sim_transfer_cube_human"))
-_ANY = Dataset(source=LeRobot(path=places.lerobot("YOU/YOUR_DATASET")), robot=Aloha(), asset_id="trossen")
+_PEN = LeRobot(path=cache_folders.lerobot("physical-intelligence/aloha_pen_uncap_diverse"))
+_SIM = LeRobot(path=cache_folders.lerobot("lerobot/aloha_sim_transfer_cube_human"))
+_ANY = Dataset(source=LeRobot(path=cache_folders.lerobot("YOU/YOUR_DATASET")), robot=Aloha(), asset_id="trossen")
 _UNCAP = dataclasses.replace(
-    _ANY, source=_PEN, norm_stats=places.openpi_assets("pi0_base", "trossen"), prompt="uncap the pen"
+    _ANY, source=_PEN, norm_stats=cache_folders.openpi_assets("pi0_base", "trossen"), prompt="uncap the pen"
 )
 
 pi0_aloha = Experiment(model=Pi0Config(), objective=FlowMatching(), data=DataConfig(datasets=(_ANY,)))
@@ -72,7 +73,9 @@ Hardware: as pi0_bridge_traj. Time and result: not yet measured.
 pi05_aloha_pen_uncap = dataclasses.replace(
     pi0_aloha_pen_uncap,
     model=Pi0Config(pi05=True),
-    data=DataConfig(datasets=(dataclasses.replace(_UNCAP, norm_stats=places.openpi_assets("pi05_base", "trossen")),)),
+    data=DataConfig(
+        datasets=(dataclasses.replace(_UNCAP, norm_stats=cache_folders.openpi_assets("pi05_base", "trossen")),)
+    ),
     weight_loader=CheckpointWeightLoader(params_path="gs://openpi-assets/checkpoints/pi05_base/params"),
     batch_size=64,
 )
@@ -96,7 +99,7 @@ _UR5 = Dataset(
     source=_ANY.source,
     robot=UR5(cameras={"base_0_rgb": "image", "left_wrist_0_rgb": "wrist_image"}),
     asset_id="ur5e",
-    norm_stats=places.openpi_assets("pi0_base", "ur5e"),
+    norm_stats=cache_folders.openpi_assets("pi0_base", "ur5e"),
 )
 
 pi0_ur5 = dataclasses.replace(pi0_aloha_pen_uncap, data=DataConfig(datasets=(_UR5,)), num_train_steps=30_000)

@@ -6,11 +6,12 @@ tensorflow-datasets keeps it (--data.datasets.0.source.path), or a LeRobot datas
 
 import dataclasses
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -75,7 +76,9 @@ Hardware: as pi0_fast_bridge. Time and result: not yet measured.
 pi05_full_droid_finetune = Experiment(
     model=Pi0Config(pi05=True, action_horizon=16),
     objective=FlowMatching(),
-    data=DataConfig(datasets=(dataclasses.replace(_POSITIONS, norm_stats=places.openpi_assets("pi05_base", "droid")),)),
+    data=DataConfig(
+        datasets=(dataclasses.replace(_POSITIONS, norm_stats=cache_folders.openpi_assets("pi05_base", "droid")),)
+    ),
     lr_schedule=_FLAT,
     weight_loader=CheckpointWeightLoader(params_path="gs://openpi-assets/checkpoints/pi05_base/params"),
     batch_size=256,
@@ -90,14 +93,14 @@ Hardware: as pi05_bridge. Time and result: not yet measured.
 """
 
 _OWN = Dataset(
-    source=LeRobot(path=places.lerobot("YOU/YOUR_DATASET")),
+    source=LeRobot(path=cache_folders.lerobot("YOU/YOUR_DATASET")),
     robot=Droid(
         cameras={"base_0_rgb": "exterior_image_1_left", "left_wrist_0_rgb": "wrist_image_left"},
         state_columns=("joint_position", "gripper_position"),
         action_columns=("actions",),
     ),
     asset_id="droid",
-    norm_stats=places.openpi_assets("pi05_droid", "droid"),
+    norm_stats=cache_folders.openpi_assets("pi05_droid", "droid"),
 )
 
 pi05_droid_finetune = Experiment(

@@ -6,10 +6,11 @@ published ones.
 
 import dataclasses
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.objectives.flow_matching import FlowMatching
@@ -18,7 +19,7 @@ from openpi_train.optim import LRSchedule
 from openpi_train.robots.libero import Libero
 
 _NAME = "physical-intelligence/libero"
-_SOURCE = LeRobot(path=places.lerobot(_NAME))
+_SOURCE = LeRobot(path=cache_folders.lerobot(_NAME))
 # openpi's older checkpoints saw the deltas less the pose.
 _OLDER = DataConfig(datasets=(Dataset(source=_SOURCE, robot=Libero(extra_delta=True), asset_id=_NAME),))
 

@@ -11,7 +11,7 @@ from openpi_train_configs.published_models import MODELS
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.evaluation.eval_config import EvalConfig
-from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.language.reference import ReferencedConfig
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.rl.estimator import AdvantageEstimator

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.data.core import cache_folders
 from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.source import SourceConfig
 from openpi_train.data.formats.detection import source_at
@@ -24,15 +26,12 @@ from openpi_train.data.text.text_files import ENDINGS, find_files
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
-from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.language_part import language_of, with_language
+from openpi_train.models.language.language_part import language_of, with_language
 from openpi_train.rl.rewards.text_reward import TextReward
 from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.rl.text_rl import TextRL
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
-from openpi_train.types import OPENPI_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +116,8 @@ def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
     if len(datasets) != 1:
         raise UsageError(f"--data.repo-id is for one dataset, and {experiment.name} has {len(datasets)}")
     old = datasets[0]
-    path = repo_id if Path(repo_id).expanduser().is_dir() else places.lerobot(repo_id)
-    own = old.asset_id is not None and old.source.location == places.lerobot(old.asset_id)
+    path = repo_id if Path(repo_id).expanduser().is_dir() else cache_folders.lerobot(repo_id)
+    own = old.asset_id is not None and old.source.location == cache_folders.lerobot(old.asset_id)
     new = dataclasses.replace(old, source=LeRobot(path=path), asset_id=repo_id.strip("/") if own else old.asset_id)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(new,)))
 
@@ -142,13 +141,10 @@ def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
         raise UsageError(
             f"{flag}: {experiment.name} learns from rollouts with a robot of its environment; train another experiment"
         )
-    slots = None if isinstance(model, ExactPolicyConfig) else getattr(model, "camera_slots", OPENPI_SLOTS)
     with reported_as(DataError):
-        robots = [described(one.source.location, slots, relative=relative) for one in data.datasets]
+        robots = [described(one.source.location, model.known_slots, relative=relative) for one in data.datasets]
     first = robots[0]
-    if isinstance(model, ExactPolicyConfig):
-        dims = {"action_dim": len(first.action_dims), "state_dim": len(first.state_dims)}
-        model = dataclasses.replace(model, **dims, cameras=tuple(sorted(first.cameras)))
+    model = model.for_robot(len(first.state_dims), len(first.action_dims), tuple(first.cameras))
     for one, robot in zip(data.datasets, robots, strict=True):
         logger.info(
             "the robot of %s: state %s (%d dims), action %s (%d dims, %s), %g Hz, cameras %s",

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.robot.config import DataConfig
 from openpi_train.evaluation.eval_config import EvalConfig
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.fields import at_least, setting, too_small
 from openpi_train.generation.generation_size import GenerationSize
-from openpi_train.interop.weights import CheckpointWeightLoader, WeightLoader
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.objectives.objective import Objective
 from openpi_train.optim import AdamW, EmaWarmup, LossScaling, LRSchedule, OptimizerConfig

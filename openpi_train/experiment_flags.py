@@ -72,8 +72,8 @@ def _environment(experiment: "Experiment", name: str, goes_on: bool) -> "Experim
 
 def _model(experiment: "Experiment", path: str, goes_on: bool) -> "Experiment":
     from openpi_train import choice
-    from openpi_train.interop.huggingface import named_model
-    from openpi_train.models.language_part import language_of
+    from openpi_train.models.language.huggingface import named_model
+    from openpi_train.models.language.language_part import language_of
 
     language = language_of(experiment.model)
     if language is None or not goes_on or language.path != path:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from openpi_train.interop.checkpoint_formats import model_params
+from openpi_train.checkpoints.checkpoint_formats import model_params
 from openpi_train.interop.stored_leaves import Stored
-from openpi_train.models.denoisers import UnetSizes
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
+from openpi_train.models.diffusion_policy.denoisers import UnetSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.parallel.params import merge_module

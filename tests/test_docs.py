@@ -30,9 +30,8 @@ from openpi_train.data.robot import opened
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.doors.posttraining import posttrain
-from openpi_train.interop import huggingface
 from openpi_train.keys import row_keys
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.planning.gpu import plugin
 from openpi_train.serve import main as serve_main

@@ -3,14 +3,16 @@
 import ast
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openpi_train"
-# Low to high: a module imports only from strictly lower rows or from its own folder.
+# Low to high: a module imports only from strictly lower rows or from its own folder. "models" is what all families have
+# in common, the files of that folder; "models/" are the folders in it, one for each family, which also exchange
+# checkpoints with other projects.
 ROWS = (
     {"fields", "faults", "former_names"},
     {"types", "keys", "runtime", "launch"},
@@ -19,7 +21,9 @@ ROWS = (
     {"nn"},
     {"data", "sampling"},
     {"models"},
-    {"objectives", "interop", "generation"},
+    {"interop"},
+    {"models/"},
+    {"objectives", "generation", "families"},
     {"evaluation", "checkpoints"},
     {"rl"},
     {"experiment"},
@@ -45,8 +49,17 @@ LAUNCHERS = ("posttraining_launch.py", "ript_launch.py", "vla_launch.py", "this_
 MAX_FILE_LINES, MAX_LOOP_LINES = 500, 60
 
 
+# The families of models, each of which imports only those before it: a network of its own may be made of theirs.
+FAMILIES = ("language", "pi0", "paligemma", "pi0_fast", "act", "diffusion_policy", "smolvla")
+
+
 def part(file: Path) -> str:
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return part_of(file.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def part_of(names: Sequence[str]) -> str:
+    """The part of the package that a module, or something in it, belongs to, given the names of its path."""
+    return "models/" if names[0] == "models" and names[1:] and names[1] in FAMILIES else names[0]
 
 
 def row(name: str) -> int:
@@ -55,7 +68,7 @@ def row(name: str) -> int:
 
 def imported_parts(file: Path) -> set[str]:
     """Names of the package's parts that a file imports."""
-    return {name.split(".")[1] for name in imported_names(file) if name.startswith("openpi_train.")}
+    return {part_of(name.split(".")[1:]) for name in imported_names(file) if name.startswith("openpi_train.")}
 
 
 def imported_names(file: Path) -> set[str]:
@@ -92,6 +105,15 @@ def test_wings_of_the_data_import_only_those_before():
             found |= {name.split(".")[2] for name in imported_names(file) if name.startswith("openpi_train.data.")}
         assert found <= {*WINGS[: number + 1], *(other for one, other in ALSO if one == wing)}, wing
     assert {*WINGS} == {file.relative_to(PACKAGE / "data").parts[0] for file in FILES if part(file) == "data"}
+
+
+def test_families_import_only_those_before():
+    for number, family in enumerate(FAMILIES):
+        found = set()
+        for file in (PACKAGE / "models" / family).glob("*.py"):
+            found |= {name.split(".")[2] for name in imported_names(file) if name.startswith("openpi_train.models.")}
+        assert not {*FAMILIES[number + 1 :]} & found, family
+    assert {*FAMILIES} == {file.parent.name for file in FILES if file.is_relative_to(PACKAGE / "models")} - {"models"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

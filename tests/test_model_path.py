@@ -13,10 +13,10 @@ from fake_hub import serving
 from text_models import MODEL, write_model
 
 from openpi_train import cli
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core.files import write_json
 from openpi_train.fields import as_json
-from openpi_train.interop.weights import CheckpointWeightLoader
-from openpi_train.models.language_part import language_of, with_language
+from openpi_train.models.language.language_part import language_of, with_language
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.training.rundir import check_run
@@ -133,7 +133,8 @@ def test_a_damaged_record_is_named(published, tmp_path):
 @pytest.mark.slow
 def test_a_model_on_the_hub_is_known_by_its_config_alone(published, tmp_path):
     pytest.importorskip("huggingface_hub", reason="huggingface_hub (the extra `hub`) is not installed")
-    code = "import sys; from openpi_train.interop.huggingface import named_model; print(named_model(sys.argv[1]).sizes)"
+    module = "openpi_train.models.language.huggingface"
+    code = f"import sys; from {module} import named_model; print(named_model(sys.argv[1]).sizes)"
     with serving() as hub:
         hub.repos["me/tiny"] = {path.name: path.read_bytes() for path in published.iterdir()}
         around = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

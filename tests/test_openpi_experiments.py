@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from openpi_train import cli, registry
+from openpi_train.checkpoints import checkpoint_formats
+from openpi_train.data.core import cache_folders
 from openpi_train.data.formats.lerobot import LeRobot
-from openpi_train.interop import checkpoint_formats
 from openpi_train.optim import LRSchedule
 from openpi_train.policy import restore
 from openpi_train.robots.aloha import Aloha
@@ -56,9 +57,9 @@ def test_its_data_and_norm_stats_are_where_openpi_has_them(name):
     assets, repo_id = data.get("assets", {}), data.get("repo_id", "YOU/YOUR_DATASET")
     assert dataset.asset == assets.get("asset_id", repo_id)
     given = assets.get("assets_dir", "").rstrip("/").removesuffix("/assets").removeprefix(NORMS)
-    assert dataset.norm_stats == (places.openpi_assets(given, assets["asset_id"]) if given else None)
+    assert dataset.norm_stats == (cache_folders.openpi_assets(given, assets["asset_id"]) if given else None)
     if "SimpleData" not in data["class"] and "RLDS" not in data["class"] and not repo_id.startswith("your_"):
-        assert dataset.source == LeRobot(path=places.lerobot(repo_id))
+        assert dataset.source == LeRobot(path=cache_folders.lerobot(repo_id))
     assert dataset.prompt == data.get("default_prompt")
     robot = dataset.robot
     if isinstance(robot, Libero):
@@ -87,7 +88,7 @@ def test_repo_id_is_a_name_on_the_hub_or_a_folder_and_norm_stats_of_a_dataset_ar
         assert experiment.batch_size == 64
         return experiment.demonstrations.datasets[0]
 
-    monkeypatch.setattr(places, "lerobot", lambda repo_id: f"{tmp_path}/home/{repo_id}")
+    monkeypatch.setattr(cache_folders, "lerobot", lambda repo_id: f"{tmp_path}/home/{repo_id}")
     found = dataset("pi0_ur5", "me/mine")
     assert (found.source, found.asset, Path(found.norm_stats).name) == (
         LeRobot(path=f"{tmp_path}/home/me/mine"),
@@ -110,7 +111,7 @@ def test_repo_id_goes_with_a_deepspeed_config(tmp_path):
 def test_norm_stats_of_a_dataset_get_the_name_of_the_new_one():
     experiment = cli.parse_experiment("pi0_libero", ["--exp-name", "x", "--data.repo_id=me/mine"])
     (dataset,) = experiment.demonstrations.datasets
-    assert (dataset.asset, dataset.source) == ("me/mine", LeRobot(path=places.lerobot("me/mine")))
+    assert (dataset.asset, dataset.source) == ("me/mine", LeRobot(path=cache_folders.lerobot("me/mine")))
     assert isinstance(dataset.robot, Libero) and dataset.robot.extra_delta
 
 

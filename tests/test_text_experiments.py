@@ -9,10 +9,10 @@ from flax import nnx
 from openpi_train_configs import arithmetic_runs, published_models
 
 from openpi_train import registry
-from openpi_train.models.hf_config import hf_config, sizes_of
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.hf_config import hf_config, sizes_of
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.objectives.judged_completions import JudgedCompletions
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.runtime.exits import UsageError

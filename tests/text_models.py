@@ -6,10 +6,9 @@ import chats
 import numpy as np
 from flax import nnx
 
-from openpi_train.interop import huggingface
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.parallel.params import module_params
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from trainers import make_evaluator, make_trainer
 
-from openpi_train.models.actor_critic import ActorCriticConfig
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.actor_critic import ActorCriticConfig
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.objectives.judged_completions import JudgedCompletions

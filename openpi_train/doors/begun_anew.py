@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.experiment import Experiment
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.optim import AdamW, LRSchedule
 
 

@@ -15,8 +15,8 @@ from openpi_train.generation.completion_text import NewText, whole
 from openpi_train.generation.generator import Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
-from openpi_train.models.accompanied import policy_of
 from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language.accompanied import policy_of
 from openpi_train.parallel.mesh import TENSOR
 from openpi_train.parallel.params import Params
 from openpi_train.runtime.exits import UsageError

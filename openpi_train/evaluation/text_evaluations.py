@@ -29,7 +29,7 @@ from openpi_train.fields import at_least
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.models.accompanied import policy_of
+from openpi_train.models.language.accompanied import policy_of
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
@@ -150,7 +150,8 @@ def _held_out_prompts(running: Running, num_prompts: int) -> tuple[Any, list[Tex
     data = running.data
     if not isinstance(data, OpenedText):
         raise UsageError(f"{type(data).__name__} has no prompts to complete: set --eval.num-prompts 0")
-    longest = int(getattr(running.trainer.model, "context_length", 0)) - 1
+    found = policy_of(running.trainer.model)
+    longest = (found[0].context_length if found else 0) - 1
     prompts, too_long = [], 0
     for prompt in data.held_out_prompts():
         if len(prompt.tokens) > longest:

@@ -3,7 +3,6 @@
 Read next: `policy/loading.py`, which uses it.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,6 +65,4 @@ def on_disk(folder: Place) -> Path:
 
 def with_files(model: PolicyConfig, folder: Path) -> PolicyConfig:
     """The model's config with the FAST processor in `folder`, if it has one."""
-    if not (folder / FAST).is_dir() or not hasattr(model, "fast_tokenizer"):
-        return model
-    return dataclasses.replace(model, fast_tokenizer=str(folder / FAST))
+    return model.with_chunk_processor(str(folder / FAST)) if (folder / FAST).is_dir() else model

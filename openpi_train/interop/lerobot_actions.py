@@ -5,7 +5,7 @@ policies: actions relative to the state at a chunk's start, and dims that are le
 `lerobot_folder.py`; `robot_actions.py`, for what robots do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from openpi_train.interop.lerobot_folder import (
@@ -26,15 +26,16 @@ from openpi_train.interop.robot_actions import ActionDims, numbered
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 Steps = Sequence[tuple[str, Mapping[str, Any]]]
-# Steps that change no number of a state or action, or change it as the models here do: what they are in the folders
-# of the policies that are read.
-_KNOWN = {RENAME, BATCH, DEVICE, NORMALIZE, UNNORMALIZE, TOKENIZE, RELATIVE, ABSOLUTE, "action_tokenizer_processor"}
-_KNOWN |= {"pi0_new_line_processor", "smolvla_new_line_processor"}
-_KNOWN |= {f"{name}_prepare_state_tokenizer_processor_step" for name in ("pi05", "pi0_fast")}
+# Steps that change no number of a state or action, or change it as the models here do, whatever the policy.
+_KNOWN = {RENAME, BATCH, DEVICE, NORMALIZE, UNNORMALIZE, TOKENIZE, RELATIVE, ABSOLUTE}
 
 
-def read_action_dims(folder: Place, config: Mapping[str, Any]) -> ActionDims | None:
+def read_action_dims(
+    folder: Place, config: Mapping[str, Any], own_steps: Collection[str] = frozenset()
+) -> ActionDims | None:
     """Which actions of the folder's policy are relative to the state; None if it has no processors.
+
+    `own_steps` are the names of steps that such a policy has beside the common ones.
 
     Raises CheckpointError for steps that are not known here, and for those that contradict each other or the config.
     """
@@ -49,7 +50,7 @@ def read_action_dims(folder: Place, config: Mapping[str, Any]) -> ActionDims | N
         f"{file} has the step {name!r}, which is not done here: a policy without it can be read"
         for file, steps in ((PREPROCESSOR, before), (POSTPROCESSOR, after))
         for name, _ in steps
-        if name not in _KNOWN
+        if name not in _KNOWN and name not in own_steps
     ]
     relative, absolute = (
         next((settings for name, settings in steps if name == wanted and settings.get("enabled")), None)

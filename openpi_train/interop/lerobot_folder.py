@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.core.files import write_json
+from openpi_train.data.robot.normalize import CONSTANT_RANGE
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory
@@ -132,6 +133,30 @@ def to_lerobot(norm_stats: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndar
             if np.isfinite(values).all():
                 found[f"{FEATURES[name]}.{key}"] = values
     return found
+
+
+def ranges_there(stats: Mapping[str, np.ndarray], form: str) -> dict[str, np.ndarray]:
+    """The statistics under which LeRobot normalises dims that never move as it is done here: to 0."""
+    changed = dict(stats)
+    if form == "QUANTILES" and (
+        missing := [name for name in FEATURES.values() if f"{name}.mean" in stats and f"{name}.q01" not in stats]
+    ):
+        raise UsageError(
+            f"the norm stats of {', '.join(missing)} have no q01 and q99, by which LeRobot normalises: give such with "
+            "--norm-stats and --asset-id"
+        )
+    for name in FEATURES.values() if form == "MIN_MAX" else ():
+        if f"{name}.mean" not in stats:
+            continue
+        if f"{name}.min" not in stats:
+            raise UsageError(
+                f"the norm stats of {name} have no min and max, by which LeRobot normalises: give such with "
+                "--norm-stats and --asset-id"
+            )
+        low, high = stats[f"{name}.min"], stats[f"{name}.max"]
+        still = high - low < CONSTANT_RANGE
+        changed |= {f"{name}.min": np.where(still, low - 1, low), f"{name}.max": np.where(still, low + 1, high)}
+    return changed
 
 
 def feature(kind: str, *shape: int) -> dict[str, Any]:

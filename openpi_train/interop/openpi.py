@@ -9,7 +9,7 @@
 
 Our training state (`checkpoints/layout.py`) has the same leaves under other names: parameters have our paths;
 only trained ones are stored in addition to their average; it has a float16 run's loss scale, which openpi lacks. Below,
-`names` maps our path to the published name for all parameters. Read next: `models/pi0_names.py` for the names.
+`names` maps our path to the published name for all parameters. Read next: `models/pi0/pi0_names.py` for the names.
 """
 
 import dataclasses
@@ -27,10 +27,8 @@ from flax import nnx
 from openpi_train.data.core.files import write_json
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
-from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer
+from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.pi0 import Pi0Config
-from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.parallel.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
 
@@ -103,16 +101,6 @@ def read_norm_stats(step: Place) -> dict[str, Any]:
         if file == "norm_stats.json":
             found[folder] = step.json(name)
     return found
-
-
-def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
-    """What writes the checkpoint. A warning says so if openpi has no such model."""
-    if model is not None and not isinstance(model, Pi0Config | Pi0FastConfig):
-        logger.warning(
-            "openpi has no model like this one (%s), and will not load this checkpoint: its format is only a container",
-            type(model).__name__,
-        )
-    return lambda directory: write(directory, stored)
 
 
 def write(directory: Path, stored: Stored) -> None:

@@ -13,12 +13,12 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from openpi_train.data.core.files import write_json
+from openpi_train.fields import as_json
 from openpi_train.interop import openpi, safetensors_file
 from openpi_train.interop.accounting import account
 from openpi_train.interop.place import Place
@@ -71,7 +71,8 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
     """
     check_params(stored.params)
     precision = {str(leaf.dtype) for leaf in stored.params.values()}
-    sizes: dict[str, Any] = {field: getattr(model, field) for field in _FIELDS if hasattr(model, field)}
+    said = as_json(model)
+    sizes = {field: said[field] for field in _FIELDS if said and field in said}
 
     def write(directory: Path) -> None:
         directory.mkdir(parents=True)

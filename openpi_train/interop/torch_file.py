@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from openpi_train.interop.big_vision import values_offset
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory, mapped
 from openpi_train.interop.torch_pickle import MOST_BYTES, Blank, Named, StridedTensor, Unpickled
+from openpi_train.interop.zip_entry import values_offset
 from openpi_train.runtime.exits import CheckpointError
 
 # The first pickle of a file without zip (`torch/serialization.py: MAGIC_NUMBER`), and how many precede the tensors'.

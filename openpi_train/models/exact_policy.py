@@ -40,6 +40,17 @@ class ExactPolicyConfig(PolicyConfig):
         return [f"{name} {getattr(self, name)} must be at least 1" for name in names if getattr(self, name) < 1]
 
     @property
+    def known_slots(self) -> None:
+        """Those of the robot: none is left out."""
+        return None
+
+    def for_robot(self, num_state_dims: int, num_action_dims: int, cameras: Sequence[str]) -> "ExactPolicyConfig":
+        """This config with the robot's dims and cameras, these in the order of their names."""
+        return dataclasses.replace(
+            self, action_dim=num_action_dims, state_dim=num_state_dims, cameras=tuple(sorted(cameras))
+        )
+
+    @property
     def used_state_dim(self) -> int:
         """`state_dim` with its default filled in."""
         return self.action_dim if self.state_dim is None else self.state_dim

@@ -16,6 +16,7 @@ from openpi_train.data.robot.normalize import Form
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.nn.attention import Attention, Heads
 from openpi_train.runtime.exits import UsageError
+from openpi_train.types import OPENPI_SLOTS
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -175,6 +176,16 @@ class PolicyConfig(ModelConfig):
         return WindowShape(horizon=self.action_horizon)
 
     @property
+    def known_slots(self) -> tuple[str, ...] | None:
+        """The camera slots that a robot may fill (default: openpi's); None: those that the robot has."""
+        return OPENPI_SLOTS
+
+    def for_robot(self, num_state_dims: int, num_action_dims: int, cameras: Sequence[str]) -> "PolicyConfig":
+        """This config for a robot of so many dims with these camera slots (default: the same for every robot)."""
+        del num_state_dims, num_action_dims, cameras
+        return self
+
+    @property
     def normalization(self) -> Form:
         """The form of normalisation that the model was designed for."""
         return "z_score"
@@ -214,6 +225,16 @@ class PolicyConfig(ModelConfig):
         """
         del tokenizer, prompt, num_state_dims
         return 0
+
+    @property
+    def chunk_processor(self) -> str:
+        """The FAST processor of its action tokens: a folder, or a name on the hub; empty: it has none (default)."""
+        return ""
+
+    def with_chunk_processor(self, path: str) -> "PolicyConfig":
+        """This config with another FAST processor, if it has one."""
+        del path
+        return self
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
         """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""

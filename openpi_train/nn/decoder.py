@@ -4,7 +4,7 @@ They differ only in their configuration (`decoder_sizes.py`). All layers are one
 window alternate with others: the window and the kind of each layer are scanned along with its weights.
 A tensor group splits heads and the MLP's width (`parallel/tensor.py`): weights then hold a device's own part.
 
-Read next: `decoder_sizes.py`, `key_value_cache.py`, `models/language.py`.
+Read next: `decoder_sizes.py`, `key_value_cache.py`, `models/language/language.py`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Sizes and kinds of a language model's layers: the differences between Gemma, Llama, Qwen, Mistral and SmolLM.
 
-Read next: `decoder.py`, which uses them, and `models/hf_config.py`, which reads them from published files.
+Read next: `decoder.py`, which uses them, and `models/language/hf_config.py`, which reads them from published files.
 """
 
 import dataclasses

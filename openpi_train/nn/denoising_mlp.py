@@ -1,7 +1,7 @@
 """The smallest network of a diffusion policy: a residual MLP over the whole chunk, for policies from states.
 
 For short action chunks without images, it replaces on two CPU cores a UNet on a GPU.
-Read next: `unet1d.py`, the network it replaces; `models/diffusion_policy_network.py`.
+Read next: `unet1d.py`, the network it replaces; `models/diffusion_policy/diffusion_policy_network.py`.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Equal to diffusion_policy's network (`model/diffusion/transformer_for_diffusion.py` at 5ba07ac, with the
 step and the observations as condition, causal, and an MLP over the condition), but without dropout.
-Read next: `models/diffusion_policy_network.py`.
+Read next: `models/diffusion_policy/diffusion_policy_network.py`.
 """
 
 import functools

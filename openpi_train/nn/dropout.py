@@ -1,4 +1,7 @@
-"""Dropout with a key per row, so that devices and micro-batches draw the same. Read next: `models/act_network.py`."""
+"""Dropout with a key per row, so that devices and micro-batches draw the same.
+
+Read next: `models/act/act_network.py`.
+"""
 
 import jax
 import jax.numpy as jnp

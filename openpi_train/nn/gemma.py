@@ -5,7 +5,7 @@ attend to those of their own and of earlier experts, and are projected back (pi0
 `models/gemma.py`).
 A tensor group splits heads and the MLP's width (`parallel/tensor.py`): weights then hold a device's own part.
 
-Read next: `models/pi0.py`, which defines the experts' inputs.
+Read next: `models/pi0/pi0.py`, which defines the experts' inputs.
 """
 
 from collections.abc import Collection, Mapping, Sequence

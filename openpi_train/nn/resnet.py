@@ -3,7 +3,7 @@
 The network is torchvision's `resnet18` (He et al. 2016). Diffusion policies have a group norm of 16 channels per group
 in place of every batch norm (`model/vision/multi_image_obs_encoder.py` of diffusion_policy at 5ba07ac), because an
 average of weights (EMA) does not work with batch statistics. ACT keeps batch norms with fixed statistics, those of the
-published weights. Read next: `models/diffusion_policy_network.py`, `models/act_network.py`.
+published weights. Read next: `models/diffusion_policy/diffusion_policy_network.py`, `models/act/act_network.py`.
 """
 
 from collections.abc import Sequence

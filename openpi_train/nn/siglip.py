@@ -1,6 +1,6 @@
 """SigLIP's vision transformer (Zhai et al. 2023), as PaliGemma uses it: one token per patch, no pooling.
 
-Read next: `models/pi0.py`, which puts the tokens before the prompt.
+Read next: `models/pi0/pi0.py`, which puts the tokens before the prompt.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""The encoding of flow and diffusion times by sines and cosines. Read next: `models/pi0_network.py`, `unet1d.py`."""
+"""The encoding of flow and diffusion times by sines and cosines.
+
+Read next: `models/pi0/pi0_network.py`, `unet1d.py`.
+"""
 
 import jax.numpy as jnp
 import numpy as np

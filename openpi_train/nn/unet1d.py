@@ -2,7 +2,7 @@
 
 Equal to diffusion_policy's network (`model/diffusion/conditional_unet1d.py` at 5ba07ac, with
 `cond_predict_scale`; Chi et al. 2023). Read next: `denoising_transformer.py`, its alternative, and
-`models/diffusion_policy_network.py`, which has either.
+`models/diffusion_policy/diffusion_policy_network.py`, which has either.
 """
 
 import functools

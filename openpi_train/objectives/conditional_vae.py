@@ -2,7 +2,7 @@
 
 The mean absolute error of the chunk that is decoded from a drawn latent, plus `kl_weight` times the divergence of the
 latent's distribution from a standard normal one (LeRobot's `ACTPolicy.forward`, lerobot 0.6.1). Evaluation computes the
-same, without dropout and augmentation. Read next: `models/act_network.py`.
+same, without dropout and augmentation. Read next: `models/act/act_network.py`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Flow matching on action chunks: the loss of pi0 and pi0.5. Read next: `models/pi0.py` for `velocity`.
+"""Flow matching on action chunks: the loss of pi0 and pi0.5. Read next: `models/pi0/pi0.py` for `velocity`.
 
 Time runs from 1 (noise) to 0 (action), as in openpi: x_t = t * noise + (1 - t) * actions, target = noise - actions,
 t = 0.001 + 0.999 * Beta(1.5, 1). Where we differ from openpi (`models/pi0.py` at 15a9616): steps beyond the episode's

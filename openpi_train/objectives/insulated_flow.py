@@ -2,7 +2,7 @@
 
 Driess et al. 2025, "Knowledge Insulating Vision-Language-Action Models": the expert attends to the language model's
 keys and values, without a gradient through them. The language model is trained to predict the same chunk as FAST
-tokens, which the expert does not see. Read next: `models/pi0_network.py`, which stops the gradient.
+tokens, which the expert does not see. Read next: `models/pi0/pi0_network.py`, which stops the gradient.
 """
 
 import dataclasses

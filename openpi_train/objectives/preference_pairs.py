@@ -1,7 +1,7 @@
 """Preference optimization without a reward model: DPO and its published variants, on pairs of completions.
 
-The reference is a frozen copy of the policy (`models/reference.py`), the policy without its adapter, or precomputed
-(`PreferenceBatch.reference_log_probs`). Formulas: `preference_losses.py`. Read next: `completions.py`.
+The reference is a frozen copy of the policy (`models/language/reference.py`), the policy without its adapter, or
+precomputed (`PreferenceBatch.reference_log_probs`). Formulas: `preference_losses.py`. Read next: `completions.py`.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The loss of reward models: the chosen completion of a pair should have the higher reward (Bradley and Terry 1952).
 
-Read next: `models/reward.py`.
+Read next: `models/language/reward.py`.
 """
 
 import dataclasses

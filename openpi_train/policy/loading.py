@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.data.robot.config import Dataset
 from openpi_train.data.robot.normalize import NormStats, parse_norm_stats
 from openpi_train.data.robot.tokens import open_tokenizer, tokens_fingerprint
 from openpi_train.data.robot.transforms import Normalize
 from openpi_train.data.robot.translation import Translation
 from openpi_train.experiment import Experiment
-from openpi_train.interop import diffusion_policy_checkpoint, lerobot_folder
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer, on_disk, with_files
 from openpi_train.interop.robot_actions import check_action_dims
 from openpi_train.interop.stored_leaves import Stored
@@ -139,8 +139,9 @@ def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
 
 def _norm_stats(stored: Stored, asset: str) -> Mapping[str, NormStats]:
     # Forms whose only norm stats have no name of a robot's.
-    unnamed = {lerobot_folder.ASSET_ID, diffusion_policy_checkpoint.ASSET_ID} & {*stored.norm_stats}
-    asset = unnamed.pop() if unnamed and asset not in stored.norm_stats else asset
+    names = {form.asset_id for form in checkpoint_formats.formats()}
+    unnamed = [name for name in stored.norm_stats if name in names]
+    asset = unnamed[0] if unnamed and asset not in stored.norm_stats else asset
     if asset not in stored.norm_stats:
         raise CheckpointError(
             f"{stored.where} holds no norm stats for {asset!r}, only for {sorted(stored.norm_stats) or 'nothing'}; add "

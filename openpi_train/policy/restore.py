@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from openpi_train import registry
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.experiment import Experiment
-from openpi_train.interop import checkpoint_formats, openpi
+from openpi_train.interop import openpi
 from openpi_train.interop.openpi_torch import ModelNeeded
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, place

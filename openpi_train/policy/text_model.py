@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 from flax import nnx
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.data.text.text_data import TODAY, TextData
 from openpi_train.data.text.text_encoder import templates_of
 from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 from openpi_train.experiment import Experiment
 from openpi_train.generation.generator import Generator
 from openpi_train.generation.text_generator import TextGenerator
-from openpi_train.interop import checkpoint_formats, huggingface
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.stored_leaves import Stored
-from openpi_train.models.accompanied import policy_of
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language import LanguageConfig, huggingface
+from openpi_train.models.language.accompanied import policy_of
 from openpi_train.parallel.devices import Devices
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.runtime.exits import CheckpointError, UsageError

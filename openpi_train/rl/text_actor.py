@@ -18,7 +18,7 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
-from openpi_train.models.accompanied import policy_of
+from openpi_train.models.language.accompanied import policy_of
 from openpi_train.parallel.params import Params
 from openpi_train.rl.prompt_source import PromptSource
 from openpi_train.rl.rewards.judge import Judge

@@ -15,7 +15,7 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import LARGEST_INT32, LEAST_TEMPERATURE, MAX_STOP_IDS
-from openpi_train.models.accompanied import policy_of
+from openpi_train.models.language.accompanied import policy_of
 from openpi_train.rl.prompt_source import PromptSource
 from openpi_train.rl.rewards.text_reward import TextReward
 from openpi_train.rl.rollouts import Actor, RLConfig

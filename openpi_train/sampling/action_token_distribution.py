@@ -1,6 +1,6 @@
 """`ActionTokenDistribution`: chunks that a policy says token by token (pi0-FAST).
 
-Read next: `models/pi0_fast_network.py`.
+Read next: `models/pi0_fast/pi0_fast_network.py`.
 """
 
 import dataclasses

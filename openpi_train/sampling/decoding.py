@@ -1,6 +1,6 @@
 """Autoregressive decoding of a language model with a KV cache, in one compiled loop.
 
-Read next: `models/pi0_fast_network.py`, which makes the prompt.
+Read next: `models/pi0_fast/pi0_fast_network.py`, which makes the prompt.
 """
 
 from collections.abc import Callable

@@ -345,6 +345,6 @@ def _opened_texts(experiment: "Experiment") -> CheckedDataset:
 @contextlib.contextmanager
 def _kept(cache_dir: str | None, name: str, identity: str) -> Iterator[Path]:
     """The folder in which an interrupted check keeps what it has done; it is removed when the check is done."""
-    folder = places.indexes(cache_dir) / f"check-{name}-{digest(identity)}"
+    folder = cache_folders.indexes(cache_dir) / f"check-{name}-{digest(identity)}"
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
 """The `convert` verb: convert a checkpoint to another form, accounting for every key and comparing outputs.
 
 Everything is written beside the target and read back before it gets its name, so a target is always complete.
-Read next: `interop/checkpoint_formats.py` (the forms), `interop/parity.py` (the comparison), `docs/exchange.md`.
+Read next: `checkpoints/checkpoint_formats.py` (the forms), `checkpoints/parity.py` (the comparison),
+`docs/exchange.md`.
 """
 
 import dataclasses
@@ -17,17 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.checkpoints.meta import check_asset_ids
+from openpi_train.checkpoints.model_card import model_card
+from openpi_train.checkpoints.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.data.core.files import read_json, write_json
 from openpi_train.data.robot.config import DataConfig
 from openpi_train.data.robot.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
-from openpi_train.interop import checkpoint_formats, checkpoint_hub, openpi, ours
+from openpi_train.interop import checkpoint_hub, openpi, ours
 from openpi_train.interop.accounting import account
 from openpi_train.interop.lora_merge import merged_lora
-from openpi_train.interop.model_card import model_card
-from openpi_train.interop.parity import compare_leaves, compare_outputs, num_values
 from openpi_train.interop.place import Place
 from openpi_train.interop.robot_actions import check_action_dims, openpis_transforms
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
@@ -127,7 +129,7 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
     name = request.target_format or ("openpi" if stored.format == "ours" else "ours")
     form = checkpoint_formats.named(name)
     if form.prepare is None:
-        written = ", ".join(one.name for one in checkpoint_formats.FORMATS if one.prepare is not None)
+        written = ", ".join(one.name for one in checkpoint_formats.formats() if one.prepare is not None)
         raise UsageError(f"--to {name}: this form is only read; allowed: {written}")
     found = stored.train_state or {}
     if request.params_only or request.merge_lora or request.dtype:

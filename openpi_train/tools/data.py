@@ -382,7 +382,7 @@ class FitFast(DataRequest):
         from openpi_train.tools.fit_fast import fit
 
         assert experiment is not None, "it is for one"
-        looked_for = getattr(experiment.model, "fast_tokenizer", "")
+        looked_for = experiment.policy.chunk_processor
         out = self.out or Path(looked_for).expanduser()
         if not self.out and not out.is_absolute():
             raise ValueError(f"the experiment's --model.fast-tokenizer is {looked_for or 'not there'}: give --out DIR")

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.command_line import changed_flags
 from openpi_train.data.core.files import write_json
 from openpi_train.data.text.opened_texts import OpenedText
@@ -20,12 +21,12 @@ from openpi_train.evaluation.measure import Evaluated, Running
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
-from openpi_train.interop import checkpoint_formats, huggingface
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.stored_leaves import Stored
-from openpi_train.models.accompanied import policy_of
+from openpi_train.models.language import huggingface
+from openpi_train.models.language.accompanied import policy_of
+from openpi_train.models.language.reward import SCORE, RewardConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText

@@ -16,7 +16,6 @@ from openpi_train.evaluation import row_sampling
 from openpi_train.evaluation.held_out_loss import loss_sums
 from openpi_train.experiment import Experiment
 from openpi_train.fields import too_small
-from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.model_config import PolicyConfig, as_policy
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.params import module_params
@@ -34,7 +33,6 @@ from openpi_train.tools.lowered_generator import LoweredGenerator
 from openpi_train.tools.requests import Program
 from openpi_train.training.settling import Settling
 from openpi_train.training.step import Trainer
-from openpi_train.types import OPENPI_SLOTS
 
 
 def lowered(
@@ -97,11 +95,10 @@ def why_not(program: Program, experiment: Experiment, cameras: Sequence[str] = (
 def _slots_problem(experiment: Experiment, cameras: Sequence[str]) -> str | None:
     """Why rows cannot fill these camera slots, as a sentence."""
     model, given = experiment.model, f"--cameras {','.join(cameras)}"
-    if not hasattr(model, "batch_spec"):
+    if not isinstance(model, PolicyConfig):
         return f"{given}: {experiment.name} has a model without cameras; leave it out"
     of_data = experiment.data.cameras if isinstance(experiment.data, DataConfig) else ()
-    of_model = getattr(model, "camera_slots", () if isinstance(model, ExactPolicyConfig) else OPENPI_SLOTS)
-    known = dict.fromkeys((*of_data, *of_model))
+    known = dict.fromkeys((*of_data, *(model.known_slots or ())))
     if unknown := [slot for slot in cameras if slot not in known]:
         return f"{given}: {experiment.name} has no camera slot {', '.join(unknown)}; it has {', '.join(known)}"
     return None

@@ -15,6 +15,7 @@ import jax
 
 from openpi_train.checkpoints.best import held_out_loss
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core.feed import differences, rows_of
 from openpi_train.data.core.files import write_json
 from openpi_train.data.core.interface import Feed, OpenedData
@@ -23,7 +24,6 @@ from openpi_train.evaluation.measure import Running
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.launch import status
 from openpi_train.parallel.state import TrainState
 from openpi_train.rl.rollout_feed import RolloutFeed

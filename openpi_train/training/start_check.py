@@ -1,6 +1,6 @@
 """What is wrong with the files, packages and devices that a start needs, before anything of a run is written.
 
-Read next: `interop/weights.py`; `settling.py`, which calls it.
+Read next: `checkpoints/weights.py`; `settling.py`, which calls it.
 """
 
 import dataclasses

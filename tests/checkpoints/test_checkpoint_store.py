@@ -23,9 +23,9 @@ from checkpoint_process import SAVED_WITH, abstract, make_state, same_bits
 
 from openpi_train.checkpoints import checkpoint_store, step_dirs
 from openpi_train.checkpoints.best import Best
+from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.interop import manifest
-from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.launch.processes import free_port
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import CHECKPOINT, CheckpointError, HardwareError, PeerLostError, StorageError

@@ -22,11 +22,11 @@ from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.generation.sampling_settings import SamplingSettings
-from openpi_train.models.actor_critic import ActorCriticConfig
-from openpi_train.models.hf_names import hf_name
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.actor_critic import ActorCriticConfig
+from openpi_train.models.language.hf_names import hf_name
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs

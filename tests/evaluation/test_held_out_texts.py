@@ -13,7 +13,7 @@ from openpi_train.evaluation.held_out_loss import HeldOutLoss
 from openpi_train.evaluation.measure import Evaluated
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText

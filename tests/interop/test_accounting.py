@@ -7,7 +7,7 @@ import pytest
 from jax import ShapeDtypeStruct
 
 from openpi_train.interop.accounting import account
-from openpi_train.models import pi0_names
+from openpi_train.models.pi0 import pi0_names
 from openpi_train.runtime.exits import CheckpointError
 
 NAMES = ("PaliGemma/llm/layers/attn/q_einsum/w", "PaliGemma/llm/layers/attn/q_einsum_1/w", "action_in_proj/kernel")

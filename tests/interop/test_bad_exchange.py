@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
 
-from openpi_train.interop import checkpoint_formats, openpi, ours
-from openpi_train.interop.checkpoint_formats import open_checkpoint
+from openpi_train.checkpoints import checkpoint_formats
+from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
+from openpi_train.interop import openpi, ours
 from openpi_train.interop.openpi import state_leaves
 from openpi_train.interop.orbax_item import save_item
 from openpi_train.models.pi0_fast import Pi0FastConfig
@@ -321,8 +322,8 @@ def test_a_disk_that_keeps_other_values_is_found_out(good, tmp_path, monkeypatch
         changed = {**stored.params, KEY: stored.params[KEY].map(lambda value: value + 1)}
         return lambda directory: ours.write(directory, dataclasses.replace(stored, params=changed), model)
 
-    forms = tuple(dataclasses.replace(form, prepare=write_otherwise) for form in checkpoint_formats.FORMATS)
-    monkeypatch.setattr(checkpoint_formats, "FORMATS", forms)
+    forms = tuple(dataclasses.replace(form, prepare=write_otherwise) for form in checkpoint_formats.formats())
+    monkeypatch.setattr(checkpoint_formats, "formats", lambda: forms)
     assert f"{KEY} reads back with another value than was written" in refused(good, tmp_path / "out")
 
 
@@ -357,7 +358,7 @@ def test_a_training_state_that_lacks_a_moment(tmp_path, monkeypatch):
         state = {name: leaf for name, leaf in stored.train_state.items() if name != lost}
         return lambda directory: ours.write(directory, dataclasses.replace(stored, train_state=state), model)
 
-    forms = tuple(dataclasses.replace(form, prepare=lose) for form in checkpoint_formats.FORMATS)
-    monkeypatch.setattr(checkpoint_formats, "FORMATS", forms)
+    forms = tuple(dataclasses.replace(form, prepare=lose) for form in checkpoint_formats.formats())
+    monkeypatch.setattr(checkpoint_formats, "formats", lambda: forms)
     monkeypatch.setattr(checkpoint_formats, "open_checkpoint", lambda *_: stored)
     assert f"missing in the checkpoint (1):\n  {lost}" in refused("memory", tmp_path / "out")

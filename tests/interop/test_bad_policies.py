@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from exchanged import LORA, TINY, as_stored, made_up, tiny
 
-from openpi_train.interop import lerobot_policy, openpi_torch
-from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.checkpoints import lerobot_policy
+from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.interop import openpi_torch
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.openpi_torch import settle_heads
 from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import FILE, INDEX, open_model, write_file
 from openpi_train.interop.stored_leaves import in_memory, place
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 

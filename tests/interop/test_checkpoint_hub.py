@@ -11,9 +11,9 @@ import pytest
 from exchanged import TINY, made_up, write
 from fake_hub import serving
 
+from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.checkpoints.model_card import model_card
 from openpi_train.interop import checkpoint_hub
-from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
-from openpi_train.interop.model_card import model_card
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.runtime.exits import CheckpointError, UsageError

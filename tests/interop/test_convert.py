@@ -13,10 +13,10 @@ from exchanged import EXPERT, LORA, STATS, TINY, as_stored, made_up, tiny, train
 from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
 from openpi_train import cli
+from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.checkpoints.parity import compare_outputs
 from openpi_train.fields import as_json
 from openpi_train.interop import openpi, ours
-from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
-from openpi_train.interop.parity import compare_outputs
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.convert_checkpoint import plan

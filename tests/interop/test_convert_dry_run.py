@@ -8,11 +8,10 @@ import pytest
 import text_models
 from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.experiment import Experiment
-from openpi_train.interop import checkpoint_formats, diffusion_policy_checkpoint, lerobot_diffusion
-from openpi_train.interop.checkpoint_formats import FORMATS
-from openpi_train.models.denoisers import UnetSizes
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
+from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, diffusion_policy_checkpoint, lerobot_diffusion
+from openpi_train.models.diffusion_policy.denoisers import UnetSizes
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools import convert_checkpoint
 from openpi_train.tools.requests import ConvertRequest
@@ -69,7 +68,7 @@ def test_a_dry_run_refuses_what_the_conversion_refuses_and_writes_nothing(kind, 
     source = tmp_path / "source"
     checkpoint_formats.named("openpi").write(source, stored)
     there, written = list(tmp_path.rglob("*")), set()
-    for form in FORMATS:
+    for form in checkpoint_formats.formats():
         target = tmp_path / "out" / form.name
         said = converted(source, target, form.name, experiment, dry_run=True)
         assert list(tmp_path.rglob("*")) == there

@@ -16,10 +16,11 @@ import pytest
 from openpi_train_configs.openpi_arms import pi0_aloha_pen_uncap
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj
 
+from openpi_train.checkpoints import lerobot_policy
+from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
 from openpi_train.fields import as_json
-from openpi_train.interop import diffusion_policy_checkpoint, lerobot_policy
-from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.robot_actions import action_dims, check_action_dims, openpis_transforms
+from openpi_train.models.diffusion_policy import diffusion_policy_checkpoint
 from openpi_train.policy.loading import load_policy
 from openpi_train.policy.restore import open_run
 from openpi_train.robots.aloha import Aloha

@@ -8,8 +8,9 @@ import pytest
 from openpi_train_configs.debug import debug
 from test_convert_dry_run import EXPERIMENTS, WIDTHS
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.fields import as_json
-from openpi_train.interop import checkpoint_formats, diffusion_policy_checkpoint, lerobot_diffusion
+from openpi_train.models.diffusion_policy import diffusion_policy_checkpoint, lerobot_diffusion
 from openpi_train.policy.loading import _norm_stats
 from openpi_train.policy.restore import open_run
 from openpi_train.runtime.exits import CheckpointError, UsageError

@@ -12,8 +12,9 @@ import pytest
 from bucket import bucket
 from golden_case import GOLDEN, golden_config, read_meta, read_npz
 
+from openpi_train.checkpoints import checkpoint_formats
+from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop import openpi, ours
-from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.act import ActConfig
@@ -94,9 +95,11 @@ def test_what_is_written_is_what_openpis_own_reader_reads(golden, expected, tmp_
 
 def test_a_warning_says_that_openpi_has_no_such_model(golden, config, caplog):
     stored = open_checkpoint(golden / "openpi_checkpoint/5")
-    openpi.prepare(stored, config)
+    form = checkpoint_formats.named("openpi")
+    assert form.prepare is not None
+    form.prepare(stored, config)
     assert not caplog.text
-    openpi.prepare(stored, ActConfig(action_dim=4, state_dim=4, cameras=("base_0_rgb",)))
+    form.prepare(stored, ActConfig(action_dim=4, state_dim=4, cameras=("base_0_rgb",)))
     assert "openpi has no model like this one (ActConfig), and will not load this checkpoint" in caplog.text
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.interop.torch_file import open_torch_file
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.nn.resnet import ResNet18
 from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError

@@ -15,15 +15,15 @@ import pytest
 from flax import nnx
 from torch_case import RECORDED, load_case, recorded_config
 
+from openpi_train.checkpoints.checkpoint_formats import model_params, named, open_checkpoint
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.robot.normalize import normalize, read_norm_stats
-from openpi_train.interop.checkpoint_formats import model_params, named, open_checkpoint
 from openpi_train.interop.openpi_torch import layouts_of
 from openpi_train.interop.place import Place
 from openpi_train.interop.safetensors_file import open_model
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.interop.torch_names import EMBEDDING, TIED_HEAD, UNUSED_HEAD
-from openpi_train.interop.weights import CheckpointWeightLoader
-from openpi_train.models import pi0_network
+from openpi_train.models.pi0 import pi0_network
 from openpi_train.parallel.params import merge_module
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.sampling.flow import FlowSampler

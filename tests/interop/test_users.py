@@ -15,14 +15,15 @@ from bucket import bucket
 from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_state, write
 
 from openpi_train import cli
+from openpi_train.checkpoints import checkpoint_formats
+from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.robot.tokens import tokens_fingerprint
 from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
 from openpi_train.data.tokenizers.tokenizer import BYTES, load_tokenizer, train_tokenizer
-from openpi_train.interop import checkpoint_formats, openpi, orbax_item, ours, place, stored_leaves
-from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.interop import openpi, orbax_item, ours, place, stored_leaves
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.interop.stored_leaves import in_memory
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.tools.convert_checkpoint import plan
@@ -171,11 +172,8 @@ def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkey
         state = {**opened.train_state, moment: opened.train_state[moment].map(lambda value: value + 1)}
         return lambda directory: ours.write(directory, dataclasses.replace(opened, train_state=state), model)
 
-    monkeypatch.setattr(
-        checkpoint_formats,
-        "FORMATS",
-        tuple(dataclasses.replace(one, prepare=write_otherwise) for one in checkpoint_formats.FORMATS),
-    )
+    forms = tuple(dataclasses.replace(one, prepare=write_otherwise) for one in checkpoint_formats.formats())
+    monkeypatch.setattr(checkpoint_formats, "formats", lambda: forms)
     with pytest.raises(CheckpointError, match=f"{moment} reads back with another value"):
         convert(saved, tmp_path / "out")
 
@@ -211,7 +209,7 @@ plan(ConvertRequest(source=sys.argv[1], target=Path(sys.argv[2]), outputs=False)
 def test_a_conversion_that_was_killed_leaves_nothing_to_take_for_a_checkpoint(saved, tmp_path):
     target = tmp_path / "out"
     words = [sys.executable, "-c", KILLED, str(saved), str(target)]
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(cli.__file__).parents[1])])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(cli.__file__).parents[1])])}
     assert subprocess.run(words, env={**os.environ, **paths}, timeout=120, check=False).returncode == -9
     (left,) = tmp_path.iterdir()
     assert (left / "params/_METADATA").is_file() and left.name.startswith(".out.partial-")

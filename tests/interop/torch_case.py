@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.interop.checkpoint_formats import model_params, open_checkpoint
+from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.nn.gemma_sizes import GemmaOverrides

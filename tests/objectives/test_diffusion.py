@@ -19,7 +19,7 @@ from openpi_train.data.robot.normalize import NormStats
 from openpi_train.data.robot.opened import row_spec
 from openpi_train.data.robot.transforms import Normalize
 from openpi_train.data.robot.translation import Translation
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, TransformerSizes, UnetSizes
+from openpi_train.models.diffusion_policy.diffusion_policy import DiffusionPolicyConfig, TransformerSizes, UnetSizes
 from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.robots.robotwin import RoboTwin

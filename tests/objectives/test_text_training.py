@@ -19,7 +19,7 @@ from text_training import ADAPTED, COPIED, LANGUAGE, LENGTH, OBJECTIVES, PROCESS
 from trainers import make_trainer
 
 from openpi_train.launch.processes import free_port
-from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.language.reference import ReferencedConfig
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.supervised_text import SupervisedText

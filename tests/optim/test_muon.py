@@ -15,15 +15,15 @@ from flax import nnx
 
 from openpi_train import registry
 from openpi_train.models.act import ActConfig
-from openpi_train.models.actor_critic import ActorCriticConfig
-from openpi_train.models.denoisers import MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
+from openpi_train.models.diffusion_policy.denoisers import MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language.actor_critic import ActorCriticConfig
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
 from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.gemma_sizes import GemmaOverrides

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from openpi_train_configs.robot_dp import robot_dp_tiny_14
 
-from openpi_train.models.denoisers import UnetSizes
+from openpi_train.models.diffusion_policy.denoisers import UnetSizes
 from openpi_train.parallel.mesh import FSDP
 from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.planning.forecast import Machine

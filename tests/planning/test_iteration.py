@@ -10,7 +10,7 @@ from planning.test_generation import LANGUAGE, SIZES
 from rl.wandering import wandering
 
 from openpi_train.generation.generation_size import GenerationSize
-from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.language.reference import ReferencedConfig
 from openpi_train.parallel.mesh import planned_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.forecast import forecast

@@ -8,7 +8,7 @@ from openpi_train_configs.gsm8k_runs import gsm8k_dpo_llama32_1b, gsm8k_reward_l
 from openpi_train import cli
 from openpi_train.data.core.files import write_json
 from openpi_train.experiment import Experiment
-from openpi_train.models.language_part import language_of, with_language
+from openpi_train.models.language.language_part import language_of, with_language
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.parallel.mesh import planned_mesh
 from openpi_train.parallel.strategy import Plan, ShardingConfig

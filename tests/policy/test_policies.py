@@ -17,7 +17,7 @@ from openpi_train.data.robot.transforms import Unnormalize
 from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
 from openpi_train.data.tokenizers.tokenizer import load_tokenizer
 from openpi_train.experiment import EvalConfig
-from openpi_train.models.diffusion_policy import UnetSizes
+from openpi_train.models.diffusion_policy.diffusion_policy import UnetSizes
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.policy import restore

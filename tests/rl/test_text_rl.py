@@ -17,10 +17,10 @@ from openpi_train.data.text.text_data import TextDataset
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.generator import Generator, NewTokens
-from openpi_train.interop import huggingface
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.stored_leaves import Stored, in_memory
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language import huggingface
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule

@@ -18,7 +18,7 @@ from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.experiment import EvalConfig
-from openpi_train.models.diffusion_policy import DiffusionPolicyConfig, MlpSizes
+from openpi_train.models.diffusion_policy.diffusion_policy import DiffusionPolicyConfig, MlpSizes
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.nn.siglip import SiglipConfig
 from openpi_train.objectives.policy_gradient import PolicyGradient

@@ -8,7 +8,7 @@ from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import ReferencedConfig
+from openpi_train.models.language.reference import ReferencedConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.supervised_text import SupervisedText

@@ -8,7 +8,7 @@ from openpi_train.data.make.fake import FakeData
 from openpi_train.data.robot.config import Dataset
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.experiment import EvalConfig
-from openpi_train.models.diffusion_policy import MlpSizes
+from openpi_train.models.diffusion_policy.diffusion_policy import MlpSizes
 from openpi_train.registry import load
 from openpi_train.robots.bridge import Bridge
 

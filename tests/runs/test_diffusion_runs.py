@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command import check, copy_without, losses, openpi_train, train
 
-from openpi_train.interop.checkpoint_formats import open_checkpoint
+from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 STORES = Path(__file__).resolve().parents[1] / "data" / "formats" / "zarr" / "fixtures"

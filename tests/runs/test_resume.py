@@ -15,8 +15,8 @@ from command import ROOT, check, environment, losses, openpi_train, places, trai
 from small_runs import SMALL
 
 from openpi_train import registry
+from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
 from openpi_train.faults import DONE, HARDWARE
-from openpi_train.interop.checkpoint_formats import open_checkpoint
 
 pytestmark = [pytest.mark.slow]
 RUN = f"{Path(__file__).with_name('state_runs.py')}:states"

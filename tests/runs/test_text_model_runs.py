@@ -10,11 +10,11 @@ import transformers
 from runs.command import ROOT, check, losses, openpi_train, places, train
 from text_models import MODEL, write_model
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core.files import write_json
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import in_memory
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.policy.experiment_json import experiment_from_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]

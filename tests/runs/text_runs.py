@@ -6,8 +6,8 @@ from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.objectives.preference_pairs import PreferencePairs

@@ -6,11 +6,11 @@ import pytest
 import strategies
 import toy
 
+from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.interop import openpi, ours
-from openpi_train.interop.checkpoint_formats import open_checkpoint
 from openpi_train.interop.openpi import state_leaves
 from openpi_train.interop.stored_leaves import Stored, in_memory
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.training.init import create_state, read_state
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.test_pi0 import TINY, built, draws, observation
 from openpi_train_configs.debug import debug
 from openpi_train_configs.pi0_bridge import pi0_bridge_traj
+from pi0_case import TINY, built, draws, observation
 
 from openpi_train.nn.gemma_sizes import GemmaOverrides
 from openpi_train.parallel.mesh import planned_mesh

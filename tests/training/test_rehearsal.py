@@ -7,10 +7,10 @@ import pytest
 import small_runs
 
 from openpi_train import cli
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.text import arithmetic
 from openpi_train.envs.gym_env import GymEnv
 from openpi_train.envs.in_processes import ProcessEnv
-from openpi_train.interop.weights import CheckpointWeightLoader
 from openpi_train.planning.memory import DoesNotFit
 from openpi_train.runtime.exits import DATA, CheckpointError, DataError, Together, UsageError
 from openpi_train.runtime.world import WorldFlags, find_world

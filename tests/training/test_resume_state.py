@@ -19,7 +19,7 @@ from checkpoint_process import same_bits
 from openpi_train_configs.debug import debug
 
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
-from openpi_train.interop.weights import CheckpointWeightLoader
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.runtime.exits import CheckpointError
 from openpi_train.training import start
 from openpi_train.training.init import create_state

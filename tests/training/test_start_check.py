@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from rl.wandering import roaming
 
+from openpi_train.checkpoints.weights import WeightLoader
 from openpi_train.fields import as_json
-from openpi_train.interop.weights import WeightLoader
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.policy_gradient import PolicyGradient

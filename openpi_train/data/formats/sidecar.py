@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from openpi_train.data.check import fault_kinds
-from openpi_train.data.core import findings, tables
+from openpi_train.data.core import cache_folders, findings, tables
 from openpi_train.data.core.image import says_depth
 from openpi_train.data.core.instructions import unlabeled
 from openpi_train.data.core.source import BadRecord, Source, SourceConfig, report_dropped
@@ -87,7 +87,7 @@ class Sidecar(abc.ABC):
     @property
     def place(self) -> Path:
         """The index's folder."""
-        return places.indexes(self.config.cache_dir) / f"{self.label}-{digest(self.identity)}"
+        return cache_folders.indexes(self.config.cache_dir) / f"{self.label}-{digest(self.identity)}"
 
     def tables_of(self, manifest: Mapping[str, Any]) -> Path:
         """The folder of a manifest's tables."""

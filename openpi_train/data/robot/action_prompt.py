@@ -1,7 +1,7 @@
 """Prompts followed by an action chunk as FAST tokens, for models that predict actions as tokens.
 
 The prompt formats and the ids of the FAST tokens in the vocabulary are openpi's (`models/tokenizer.py`: FASTTokenizer).
-Read next: `tokenizers/fast_tokenizer.py`, `tokenizers/tokenizer.py`, `models/action_tokens.py`.
+Read next: `tokenizers/fast_tokenizer.py`, `tokenizers/tokenizer.py`, `models/pi0_fast/action_tokens.py`.
 """
 
 import dataclasses

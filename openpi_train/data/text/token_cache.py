@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.core import tables
+from openpi_train.data.core import cache_folders, tables
 from openpi_train.data.core.findings import Finding
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.formats.sidecar import digest
@@ -70,7 +70,7 @@ class TokenCache:
         """The cache's folder."""
         names = [file.name for file in self.files]
         identity = [self.where, names, dict(self.columns), self.encoder.digest, self.on_bad_record]
-        return places.indexes(self.cache_dir) / f"{self.name}-{digest(json.dumps(identity, sort_keys=True))}"
+        return cache_folders.indexes(self.cache_dir) / f"{self.name}-{digest(json.dumps(identity, sort_keys=True))}"
 
     def open(self) -> TokenStore:
         """Open the tokens, encoding the files first if the cache is missing, stale or damaged.

@@ -2,7 +2,7 @@
 
 Reads and writes the published processor's format (huggingface.co/physical-intelligence/fast: `processor_config.json`,
 `tokenizer.json`), and fits new tokenizers to data. Read next: `robot/action_prompt.py`, which puts the tokens into
-prompts, and `models/action_tokens.py`, which decodes them on devices.
+prompts, and `models/pi0_fast/action_tokens.py`, which decodes them on devices.
 """
 
 import functools

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from openpi_train.data.core import files
+from openpi_train.data.core import cache_folders, files
 from openpi_train.data.core.hub import hub_file
 
 logger = logging.getLogger(__name__)
@@ -200,5 +200,5 @@ def _read_model(name: str, offline: bool) -> bytes:
         "google/paligemma-3b-pt-224 on the hub, or gs://big_vision/paligemma_tokenizer.model)"
     )
     if name.endswith(".model"):
-        raise FileNotFoundError(f"no tokenizer at {name}: {how}.{places.how_to_write(name)}")
+        raise FileNotFoundError(f"no tokenizer at {name}: {how}.{cache_folders.how_to_write(name)}")
     return hub_file(name, FILE, offline=offline, what="tokenizer", how=how).read_bytes()

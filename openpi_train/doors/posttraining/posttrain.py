@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.checkpoints import checkpoint_formats
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core.hub import SCHEME, hub_folder
 from openpi_train.data.text.text_data import RowKind, TextData
 from openpi_train.doors.config_file import not_replaced
@@ -31,16 +33,15 @@ from openpi_train.doors.posttraining.yaml_config import RL_ALGORITHMS, Algorithm
 from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
-from openpi_train.interop import checkpoint_formats, huggingface, ours
+from openpi_train.interop import ours
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
-from openpi_train.interop.weights import CheckpointWeightLoader
-from openpi_train.models.accompanied import policy_of
-from openpi_train.models.actor_critic import ActorCriticConfig
-from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language import LanguageConfig, huggingface
+from openpi_train.models.language.accompanied import policy_of
+from openpi_train.models.language.actor_critic import ActorCriticConfig
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.preference_pairs import PreferencePairs

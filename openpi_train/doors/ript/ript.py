@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openpi_train import registry
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.choice import on_env
 from openpi_train.doors.begun_anew import begun_anew
 from openpi_train.doors.door_requests import RiptRequest
@@ -19,7 +20,7 @@ from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.envs.env import Env
 from openpi_train.envs.named import FORMS, environment
 from openpi_train.experiment import Experiment
-from openpi_train.interop import checkpoint_formats, ours
+from openpi_train.interop import ours
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json

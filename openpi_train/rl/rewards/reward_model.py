@@ -9,15 +9,16 @@ import jax
 import numpy as np
 from flax import nnx
 
+from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.data.text.text_batches import one_text_per_row
 from openpi_train.evaluation.measure import Running
-from openpi_train.interop import checkpoint_formats, huggingface
 from openpi_train.interop.config_json import config_from_json
 from openpi_train.interop.stored_leaves import Stored, place
-from openpi_train.models.accompanied import policy_of
+from openpi_train.models.language import huggingface
+from openpi_train.models.language.accompanied import policy_of
+from openpi_train.models.language.reward import SCORE, RewardConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.models.reward import SCORE, RewardConfig
 from openpi_train.parallel.params import merge_module
 from openpi_train.rl.rewards.text_reward import Completed
 from openpi_train.runtime.exits import UsageError

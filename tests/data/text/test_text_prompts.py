@@ -8,8 +8,8 @@ import pytest
 from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.models.language import LanguageConfig
-from openpi_train.models.reference import ReferencedConfig
-from openpi_train.models.reward import RewardConfig
+from openpi_train.models.language.reference import ReferencedConfig
+from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
 
 SIZES = DecoderSizes(vocab_size=400, width=16, depth=1, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)

@@ -12,7 +12,7 @@ import tokenizers
 from openpi_train.data.robot.action_prompt import TokenizeActionPrompt, check_vocabulary, vocabulary_token
 from openpi_train.data.tokenizers.fast_tokenizer import FastTokenizer, fit_fast, load_fast
 from openpi_train.data.tokenizers.tokenizer import load_tokenizer
-from openpi_train.models.action_tokens import ActionTokens, decode_chunks
+from openpi_train.models.pi0_fast.action_tokens import ActionTokens, decode_chunks
 
 HORIZON, DIMS = 8, 3
 

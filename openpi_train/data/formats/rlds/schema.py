@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.core import files
+from openpi_train.data.core import cache_folders, files
 from openpi_train.data.core.source import WIDEST_COLUMN, About
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def find_version(path: str) -> Path:
         raise FileNotFoundError(
             f"{directory} holds no RLDS dataset: neither {INFO_FILE} nor a version folder such as 1.0.0 with one. "
             "Give <data_dir>/<name>/<version> of a dataset that tensorflow-datasets wrote (local or mounted); "
-            f"a dataset of another format with --dataset PATH.{places.how_to_write(directory)}"
+            f"a dataset of another format with --dataset PATH.{cache_folders.how_to_write(directory)}"
         )
     newest = versions[max(versions)]
     if len(versions) > 1:

@@ -1,0 +1,1 @@
+from openpi_train.models.act.act import ActConfig as ActConfig

@@ -1,0 +1,103 @@
+"""The config of ACT (Zhao et al. 2023), action chunking with transformers: sizes, cameras, and what stays fixed.
+
+Fields that LeRobot's `ACTConfig` also has keep its names and defaults (lerobot 0.6.1), but for `chunk_size`, which is
+`action_horizon` here as in every policy. Read next: `act_network.py`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.act.act_network import Act
+from openpi_train.models.compute_config import TransformerConfig
+from openpi_train.models.exact_policy import ExactPolicyConfig
+
+# Mean and standard deviation of ImageNet's pixels in [0, 1], red, green and blue.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# The batch norms of the backbone: scale, shift and statistics of the published weights.
+_BATCH_NORM = re.compile(r"backbone/(.*/)?\w*norm\w*/\w+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActConfig(TransformerConfig, ExactPolicyConfig):
+    """ACT from images and states: the whole chunk in one forward pass, given a latent that is zero when it acts."""
+
+    provides: ClassVar[frozenset[str]] = frozenset({"reconstruction", "sample"})
+
+    # Steps of a chunk.
+    action_horizon: int = 100
+    # Camera slots of the run's robots; one backbone reads all of them.
+    cameras: tuple[str, ...] = ("top",)
+    # Height of the images in pixels.
+    image_height: int = 480
+    # Width of the images in pixels.
+    image_width: int = 640
+    # Mean of the pixels in [0, 1], per colour, that is subtracted.
+    image_mean: tuple[float, float, float] = IMAGENET_MEAN
+    # Their standard deviation, by which is divided.
+    image_std: tuple[float, float, float] = IMAGENET_STD
+    # Widths of the backbone's stages (ResNet-18's).
+    backbone_widths: tuple[int, ...] = (64, 128, 256, 512)
+    # Width of a token.
+    dim_model: int = 512
+    # Attention heads; they divide the width.
+    n_heads: int = 8
+    # Width inside the feed-forward layers.
+    dim_feedforward: int = 3200
+    # Layers of the encoder of latent, state and images.
+    n_encoder_layers: int = 4
+    # Layers of the decoder of actions; the original uses one of its seven, by a mistake that LeRobot keeps.
+    n_decoder_layers: int = 1
+    # Whether an encoder of the chunk draws the latent in training; without, it is zero there too.
+    use_vae: bool = True
+    # Numbers of the latent.
+    latent_dim: int = 32
+    # Layers of the encoder of the chunk.
+    n_vae_encoder_layers: int = 4
+    # Share of the values that the transformers drop in training.
+    dropout: float = 0.1
+
+    def __post_init__(self):
+        counts = ("dim_model", "n_heads", "dim_feedforward", "latent_dim")
+        layers = ("n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers")
+        problems = self.size_problems(*counts, *layers)
+        if not problems and (self.dim_model % self.n_heads or self.dim_model % 4):
+            problems.append(
+                f"dim_model {self.dim_model} must be a multiple of its {self.n_heads} heads, and of 4: sines and "
+                "cosines of rows and columns"
+            )
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout {self.dropout} must lie in [0, 1)")
+        if not self.backbone_widths or min(self.backbone_widths) < 1:
+            problems.append(f"backbone_widths {self.backbone_widths} must name the width of each stage, at least 1")
+        if min(self.image_std) <= 0:
+            problems.append(f"image_std {self.image_std} must be above 0")
+        if self.attention == "cudnn":
+            problems.append("attention cudnn: ACT drops attention weights in training, which those kernels do not; xla")
+        if problems:
+            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+
+    def frozen(self, path: str) -> bool:
+        """The backbone's batch norms, whose statistics belong to its published weights."""
+        return _BATCH_NORM.fullmatch(path) is not None
+
+    def frozen_dtype(self, path: str) -> Any:
+        """float32 of the batch norms: few numbers, which scale everything."""
+        return jnp.float32 if self.frozen(path) else super().frozen_dtype(path)
+
+    @property
+    def window(self) -> WindowShape:
+        """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
+        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        return {"vision": "backbone/.*", "backbone": "backbone/.*"}
+
+    def build(self, rngs: nnx.Rngs) -> Act:
+        return Act(self, rngs=rngs)

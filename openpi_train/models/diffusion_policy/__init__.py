@@ -1,0 +1,4 @@
+from openpi_train.models.diffusion_policy.denoisers import MlpSizes as MlpSizes
+from openpi_train.models.diffusion_policy.denoisers import TransformerSizes as TransformerSizes
+from openpi_train.models.diffusion_policy.denoisers import UnetSizes as UnetSizes
+from openpi_train.models.diffusion_policy.diffusion_policy import DiffusionPolicyConfig as DiffusionPolicyConfig

@@ -1,0 +1,1 @@
+from openpi_train.models.language.language import LanguageConfig as LanguageConfig

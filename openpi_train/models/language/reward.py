@@ -1,0 +1,148 @@
+"""Reward models: a language model whose last token of a text is given a score. Read next: `language.py`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from openpi_train.models.language.language import LanguageConfig, PackedTexts
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.nn.attention import Attention, Heads
+from openpi_train.nn.decoder_sizes import DecoderSizes
+
+DECODER, SCORE = "decoder/", "score/weight"
+
+
+class ScoreHead(nnx.Module):
+    """Activations to a number, as transformers' models for sequence classification with one label."""
+
+    def __init__(self, width: int):
+        self.weight = nnx.Param(jnp.zeros((1, width), jnp.float32))
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s"]:
+        """The scores, float32."""
+        return jnp.einsum("bsd,od->bs", x.astype(jnp.float32), self.weight[...])
+
+
+class RewardModel(nnx.Module):
+    """A decoder and a score head. Rewards are zero at first."""
+
+    def __init__(self, config: LanguageConfig, rngs: nnx.Rngs):
+        self.decoder = config.build(rngs)
+        self.score = ScoreHead(config.sizes.width)
+
+    def rewards(
+        self,
+        tokens: Int[Array, "b t"],
+        positions: Int[Array, "b t"],
+        segments: Int[Array, "b t"],
+        num_segments: int = 2,
+    ) -> Float[Array, "b s"]:
+        """The score of the last token of segments 1, 2, ... of each row; any number where a row has no such segment."""
+        x = self.decoder(tokens, positions, segments)
+        place = jnp.arange(tokens.shape[1])[None, :, None]
+        is_own = segments[:, :, None] == jnp.arange(1, num_segments + 1)  # b t s
+        last = jnp.where(is_own, place, 0).max(axis=1)  # b s
+        with jax.named_scope("score"):
+            return self.score(jnp.take_along_axis(x, last[..., None], axis=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig(ModelConfig):
+    """A language model with a score head in place of its scores of tokens.
+
+    With an adapter, its factors and the head train.
+    """
+
+    provides: ClassVar[frozenset[str]] = frozenset({"rewards"})
+
+    # The language model. A table of its own that scores tokens is left out: nothing would train it.
+    language: LanguageConfig
+
+    @property
+    def decoder(self) -> LanguageConfig:
+        """The language model without a table that scores tokens."""
+        return dataclasses.replace(self.language, sizes=dataclasses.replace(self.language.sizes, tied=True))
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        """The language model's."""
+        return self.language.sizes
+
+    @property
+    def context_length(self) -> int:
+        """The language model's: the longest text that it takes, in tokens."""
+        return self.language.context_length
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The language model's."""
+        return self.language.compute_dtype
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.language.needs_loss_scale
+
+    def remat_choices(self) -> Mapping[str | None, "RewardConfig"]:
+        choices = self.language.remat_choices().items()
+        return {name: dataclasses.replace(self, language=language) for name, language in choices}
+
+    @property
+    def attention_kind(self) -> Attention:
+        return self.language.attention
+
+    @property
+    def attention_heads(self) -> Sequence[Heads]:
+        return self.language.attention_heads
+
+    def with_attention(self, kind: Attention) -> "RewardConfig":
+        return dataclasses.replace(self, language=self.language.with_attention(kind))
+
+    @property
+    def smaller_runs(self) -> Sequence[str]:
+        return [line.replace("--model.", "--model.language.") for line in self.language.smaller_runs]
+
+    def build(self, rngs: nnx.Rngs) -> RewardModel:
+        return RewardModel(self.decoder, rngs)
+
+    def check_tensor(self, tensor_devices: int) -> list[str]:
+        return self.language.check_tensor(tensor_devices)
+
+    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
+        return self.language.num_tokens_seen(batch, draws)
+
+    def public_name(self, path: str) -> str:
+        """Hugging Face's names of a model for sequence classification."""
+        return path if path == SCORE else self.decoder.public_name(path.removeprefix(DECODER))
+
+    @property
+    def base(self) -> LanguageConfig:
+        """The language model's checkpoints."""
+        return self.language
+
+    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The decoder's parameters."""
+        return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
+
+    @property
+    def parameter_groups(self) -> Mapping[str, str]:
+        """The language model's, and `score`."""
+        groups = self.language.parameter_groups.items()
+        return {"score": SCORE, **{name: f"{DECODER}(?:{pattern})" for name, pattern in groups}}
+
+    def frozen(self, path: str) -> bool:
+        """With an adapter only its factors and the head train."""
+        return path != SCORE and self.language.frozen(path.removeprefix(DECODER))
+
+    def without_lora(self) -> "RewardConfig":
+        return dataclasses.replace(self, language=self.language.without_lora())
+
+    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
+        below = {path.removeprefix(DECODER): leaf for path, leaf in params.items() if path.startswith(DECODER)}
+        merged = {DECODER + path: leaf for path, leaf in self.language.merge_lora(below).items()}
+        return merged | {path: leaf for path, leaf in params.items() if not path.startswith(DECODER)}

@@ -1,0 +1,1 @@
+from openpi_train.models.paligemma.paligemma import PaliGemmaFlowConfig as PaliGemmaFlowConfig

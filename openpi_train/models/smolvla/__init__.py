@@ -1,0 +1,1 @@
+from openpi_train.models.smolvla.smolvla import SmolVlaConfig as SmolVlaConfig
