@@ -138,8 +138,10 @@ def test_every_flag_explains_itself(name, capsys, monkeypatch):
     lines = [line.strip(" │") for line in options.splitlines()]
     texts: dict[str, str] = {}
     flag = ""
-    for line in lines:
+    for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r"--\w", line):
+            if re.match(r"--\w.*,$", before):
+                continue  # the other form of a long flag
             flag = line.split(",")[0].split()[0]
             texts[flag] = ""
         elif flag and line.strip("╭╰╮╯─-"):
