@@ -12,7 +12,9 @@ from openpi_train.evaluation.action_error import ActionError
 from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess
 from openpi_train.evaluation.measure import Evaluations, Measure, Running
 from openpi_train.fields import at_least
+from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.chain_distribution import ChainDistribution
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class EvalConfig(Evaluations):
         return [(env.instruction(task), env.state_dim) for task in range(len(env.tasks))]
 
     def measures(self, running: Running) -> list[Measure]:
-        trained = getattr(getattr(running.trainer.objective, "distribution", None), "num_steps", self.num_sample_steps)
+        distribution = distribution_of(running.trainer.objective)
+        trained = distribution.num_steps if isinstance(distribution, ChainDistribution) else self.num_sample_steps
         if trained != self.num_sample_steps:
             logger.warning(
                 "evaluations sample in %d denoising steps, and RL acts in %d: they measure another policy. Give "

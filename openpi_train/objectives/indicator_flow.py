@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from openpi_train.fields import at_least
 from openpi_train.keys import for_purpose, of_parts
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.objectives.objective import Metrics, Norms, Objective
+from openpi_train.objectives.objective import Metrics, Norms
+from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.sampling.action_distribution import by_query
 from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.flow import FlowSampler
@@ -30,7 +31,7 @@ from openpi_train.types import ActionBatch, Observation, RolloutBatch, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndicatorFlow(Objective):
+class IndicatorFlow(PolicyObjective):
     """The mean squared error of the velocity towards the chunk of each query, and of each demonstration.
 
     A query is better than expected if its advantage is above 0, worse if it is below, and nothing is told of one whose
@@ -38,11 +39,7 @@ class IndicatorFlow(Objective):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity", "indicator"})
-    learns_from_rollouts: ClassVar[bool] = True
-    scores_rollouts: ClassVar[bool] = False
     uses_demonstrations: ClassVar[bool] = True
-    kl_weight: ClassVar[float] = 0.0
-    value_weight: ClassVar[float] = 0.0
 
     # How chunks are drawn while acting, with its `guidance`.
     distribution: FlowDistribution = dataclasses.field(default_factory=lambda: FlowDistribution(guidance=1.0))

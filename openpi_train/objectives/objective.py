@@ -32,12 +32,8 @@ class Objective(abc.ABC):
     text_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether it uses the margins of preferences (`PreferenceBatch.margin`).
     uses_margins: ClassVar[bool] = False
-    # Whether it learns from the policy's own rollouts (`types.RolloutBatch`).
+    # Whether it learns from the policy's own rollouts (`PolicyObjective`).
     learns_from_rollouts: ClassVar[bool] = False
-    # Whether it compares with the log-probabilities of these rollouts under the policy that made them.
-    scores_rollouts: ClassVar[bool] = False
-    # Whether it learns from demonstrations beside these rollouts (`RolloutBatch.demonstrations`).
-    uses_demonstrations: ClassVar[bool] = False
 
     def check(self) -> list[str]:
         """Invalid settings, as sentences that name the flag to change (default: none)."""

@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from openpi_train.fields import at_least
-from openpi_train.objectives.objective import Metrics, Norms, Objective
+from openpi_train.objectives.objective import Metrics, Norms
+from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.distribution import Distribution
 from openpi_train.sampling.token_distribution import TokenDistribution
@@ -35,7 +36,7 @@ _FAR_SAMPLED = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Objective):
+class PolicyGradient(PolicyObjective):
     """Makes what went better than expected more probable, as far as the clipped ratio to the acting policy allows.
 
     With the ratio r of the probabilities of a unit under the policy that learns and the one that acted, its advantage A
@@ -44,7 +45,6 @@ class PolicyGradient(Objective):
     its gradient is that of REINFORCE.
     """
 
-    learns_from_rollouts: ClassVar[bool] = True
     scores_rollouts: ClassVar[bool] = True
 
     # How actions are drawn; rollouts are made and scored by it.
@@ -101,10 +101,18 @@ class PolicyGradient(Objective):
         return problems
 
     @property
+    def has_reference(self) -> bool:
+        return bool(self.kl_weight)
+
+    @property
+    def has_critic(self) -> bool:
+        return bool(self.value_weight)
+
+    @property
     def needed(self) -> frozenset[str]:
         """What the distribution needs, a reference to stay close to, and a critic to train."""
-        reference = {"reference"} if self.kl_weight else set()
-        return self.distribution.needed | reference | ({"value"} if self.value_weight else set())
+        reference = {"reference"} if self.has_reference else set()
+        return self.distribution.needed | reference | ({"value"} if self.has_critic else set())
 
     @property
     def draws_per_row(self) -> int:

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Key
 from openpi_train.fields import at_least
 from openpi_train.keys import of_parts
 from openpi_train.objectives.flow_matching import FlowMatching
-from openpi_train.objectives.objective import Metrics, Norms, Objective
+from openpi_train.objectives.objective import Metrics, Norms
+from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.sampling.action_distribution import by_query
 from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.chain_distribution import ChainDistribution
@@ -27,17 +28,13 @@ from openpi_train.types import ActionBatch, RolloutBatch, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightedFlow(Objective):
+class WeightedFlow(PolicyObjective):
     """The weighted mean over queries of the squared error of the velocity, towards the chunk that was drawn there.
 
     Weights depend on rollouts alone, so their sum is a denominator like any other.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"velocity"})
-    learns_from_rollouts: ClassVar[bool] = True
-    scores_rollouts: ClassVar[bool] = False
-    kl_weight: ClassVar[float] = 0.0
-    value_weight: ClassVar[float] = 0.0
 
     # How chunks are drawn while acting.
     distribution: ChainDistribution = dataclasses.field(default_factory=FlowDistribution)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.parallel.params import Params, merge_module
 from openpi_train.sampling.distribution import Distribution
 
@@ -32,13 +33,13 @@ class NeededScores:
     with_values: bool
 
     @classmethod
-    def of(cls, objective: Any, rl: Any, num_steps: int) -> "NeededScores":
+    def of(cls, objective: PolicyObjective, rl: Any, num_steps: int) -> "NeededScores":
         """Those of an iteration of so many optimizer steps."""
         return cls(
             # What is learnt from in one step is always fresh.
             is_compared=objective.scores_rollouts and num_steps > 1,
-            with_reference=bool(objective.kl_weight or rl.advantages.kl_weight),
-            with_values=bool(objective.value_weight),
+            with_reference=objective.has_reference or bool(rl.advantages.kl_weight),
+            with_values=objective.has_critic,
         )
 
     @property

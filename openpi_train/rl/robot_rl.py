@@ -15,6 +15,7 @@ from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least, setting
 from openpi_train.models.model_config import PolicyConfig
+from openpi_train.objectives.policy_objective import PolicyObjective, distribution_of
 from openpi_train.rl.rollouts import Actor, RLConfig
 from openpi_train.sampling.action_distribution import ActionDistribution
 from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
@@ -68,7 +69,7 @@ class RobotRL(RLConfig):
                 "RobotRL needs a robot policy and a robot's data, for its units and norm stats; the run's are "
                 f"{type(model).__name__} and {type(data).__name__}",
             ]
-        distribution = getattr(objective, "distribution", None)
+        distribution = distribution_of(objective)
         if not isinstance(distribution, ActionDistribution):
             problems.append(f"RobotRL needs an objective whose distribution draws actions: {_distributions_of(model)}")
         elif not distribution.needed <= model.provides:
@@ -76,7 +77,8 @@ class RobotRL(RLConfig):
                 f"{type(distribution).__name__} is no distribution of a {type(model).__name__}: "
                 f"{_distributions_of(model)}"
             )
-        if self.num_demonstrations and not objective.uses_demonstrations:
+        takes_them = isinstance(objective, PolicyObjective) and objective.uses_demonstrations
+        if self.num_demonstrations and not takes_them:
             problems.append(
                 f"--rl.num-demonstrations {self.num_demonstrations}: {type(objective).__name__} learns from own "
                 "rollouts only; give 0, or the objective IndicatorFlow"

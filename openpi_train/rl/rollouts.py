@@ -20,6 +20,7 @@ from openpi_train.data.core.interface import OpenedData
 from openpi_train.evaluation.measure import Running
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
+from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.parallel.params import Params
 from openpi_train.rl.estimator import AdvantageEstimator
 from openpi_train.rl.local_columns import LocalColumns, joined_columns
@@ -198,7 +199,8 @@ class RLConfig(abc.ABC):
             )
         if self.mixed_only and self.group_size == 1:
             problems.append("--rl.mixed-only with --rl.group-size 1: no group would be mixed")
-        if self.advantages.kl_weight and getattr(objective, "kl_weight", 0):
+        learns = objective if isinstance(objective, PolicyObjective) else None
+        if self.advantages.kl_weight and learns and learns.has_reference:
             problems.append(
                 "--rl.advantages.kl-weight and --objective.kl-weight hold the policy to its reference twice: "
                 "give one of them"
@@ -206,7 +208,7 @@ class RLConfig(abc.ABC):
         needs = {"reference"} if self.advantages.kl_weight else set()
         if self.advantages.needs_values:
             needs.add("value")
-            if not getattr(objective, "value_weight", 0):
+            if learns is None or not learns.has_critic:
                 problems.append(
                     "--rl.advantages.kind gae needs a critic: an ActorCriticConfig as the model and "
                     "--objective.value-weight, such as 0.1, as arithmetic_ppo has; robots' policies have none"

@@ -16,6 +16,7 @@ from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import LARGEST_INT32, LEAST_TEMPERATURE, MAX_STOP_IDS
 from openpi_train.models.language.accompanied import policy_of
+from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.rl.prompt_source import PromptSource
 from openpi_train.rl.rewards.text_reward import TextReward
 from openpi_train.rl.rollouts import Actor, RLConfig
@@ -59,7 +60,7 @@ class TextRL(RLConfig):
                 *problems,
                 f"TextRL completes the prompts of TextData; the run's data are {type(data).__name__}",
             ]
-        distribution = getattr(objective, "distribution", None)
+        distribution = distribution_of(objective)
         if not isinstance(distribution, TokenDistribution):
             problems.append(
                 "TextRL needs an objective whose distribution is a TokenDistribution (--objective.distribution)"

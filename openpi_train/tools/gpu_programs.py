@@ -17,6 +17,7 @@ from openpi_train.evaluation.held_out_loss import loss_sums
 from openpi_train.experiment import Experiment
 from openpi_train.fields import too_small
 from openpi_train.models.model_config import PolicyConfig, as_policy
+from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.params import module_params
 from openpi_train.parallel.strategy import Plan
@@ -105,9 +106,7 @@ def _slots_problem(experiment: Experiment, cameras: Sequence[str]) -> str | None
 
 
 def _acts(experiment: Experiment) -> bool:
-    return isinstance(experiment.rl, RobotRL) and isinstance(
-        getattr(experiment.objective, "distribution", None), ActionDistribution
-    )
+    return isinstance(experiment.rl, RobotRL) and isinstance(distribution_of(experiment.objective), ActionDistribution)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,7 @@ class Training:
     def query(self) -> Any:
         """What draws chunks for as many episodes as a device acts in at a time."""
         rl: Any = self.experiment.rl
-        distribution: Any = getattr(self.trainer.objective, "distribution", None)
+        distribution: Any = distribution_of(self.trainer.objective)
         plan = self.trainer.plan
         rows = plan.num_row_groups * min(rl.episodes_per_device, rl.num_rollouts // plan.num_row_groups)
         seen = jax.tree.map(

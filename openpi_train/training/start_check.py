@@ -14,6 +14,7 @@ from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.nn.attention import best_kind
 from openpi_train.nn.attention_check import flash_problem
 from openpi_train.objectives.objective import Objective
+from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.planning.forecast import Forecast
 from openpi_train.planning.memory import Memory, require_host
@@ -69,8 +70,8 @@ def check_start_weights(experiment: Experiment) -> None:
         trained = config_from_json(recorded, Objective, "objective", classes_of(experiment.objective))
     except CheckpointError:  # a class of a file that this run does not name: it knows what it does
         return
-    distribution = type(getattr(experiment.objective, "distribution", None)).__name__
-    one, other = (type(getattr(objective, "action_sampler", None)) for objective in (trained, experiment.objective))
+    distribution = type(distribution_of(experiment.objective)).__name__
+    one, other = (type(objective.action_sampler) for objective in (trained, experiment.objective))
     if {one, other} == {FlowSampler, DenoisingSampler}:
         raise UsageError(
             f"--weight-loader.params-path was trained by {type(trained).__name__}, for a {one.__name__}, and the "
