@@ -303,7 +303,7 @@ def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) ->
 
     Of several processes with the same error the first is named. A process that was told to stop (`asked`) before it
     could listen ends by the signal, and has nothing to save. If one was told by somebody else so early, all others lose
-    it, and the run was asked to stop all the same.
+    it, and the run was asked to stop all the same. Processes whose connection is lost are told so by their own host.
     """
     ended = sorted((record for record in records if record.code), key=lambda record: record.ended_at)
     if not ended:
@@ -312,7 +312,7 @@ def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) ->
     failed = [record for record in ended if record.code != faults.PREEMPTED] or ended
     first = failed[0].ended_at
     was_stopped = stopped and stopped[0].ended_at - first <= _SETTLE_S  # not by this launcher, because of the others
-    if was_stopped and all(record.code in _FOLLOWS_FROM_ANOTHER for record in failed):
+    if was_stopped and all(record.code in _FOLLOWS_FROM_ANOTHER and not record.lost for record in failed):
         failed, first = stopped, stopped[0].ended_at
     soon = [record for record in failed if record.ended_at - first <= _SETTLE_S]
     culprit = min(soon, key=lambda record: _derived(record.code))
@@ -331,7 +331,9 @@ def _report(records: Sequence[ProcessRecord], status: Status, *, asked: bool) ->
     names = {128 + one: f" (signal {one.name})" for one in signal.Signals}
     reason = f"{culprit.who} failed with exit code {culprit.code}{names.get(culprit.code, '')}"
     tell(f"{reason}: see {culprit.path}")
-    return culprit.code, reason + _in_short(error)
+    return culprit.code, reason + (
+        f": {error[-1].decode(errors='replace').strip()}" if culprit.lost else _in_short(error)
+    )
 
 
 def _derived(code: int | None) -> int:

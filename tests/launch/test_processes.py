@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from openpi_train import faults
 from openpi_train.launch import processes, spec, status
 from openpi_train.launch.status import Status
 
@@ -133,6 +134,19 @@ def test_those_who_lost_one_that_was_told_to_stop_before_it_could_save_are_not_b
         time.sleep(600)
     """
     assert run(obedient, tmp_path)[0] == 70
+
+
+def test_a_lost_connection_is_named_though_its_processes_then_save_and_stop(tmp_path):
+    records = [processes.ProcessRecord(rank, tmp_path, host=f"node{rank}") for rank in range(3)]
+    records[0].take(b"the connection to node0 was lost (ssh ended with code 137)\n", True)
+    records[0].lose(faults.PEER_LOST)
+    for record in records[1:]:
+        record.end(faults.PREEMPTED)
+    code, reason = processes._report(records, Status(saved_step=7, opened=True), asked=False)
+    for record in records:
+        record.close()
+    lost = "process 0 on node0 failed with exit code 70: the connection to node0 was lost (ssh ended with code 137)"
+    assert (code, reason) == (faults.PEER_LOST, lost)
 
 
 def test_the_reason_of_a_restart_has_the_error_that_is_meant_for_the_user(tmp_path):
