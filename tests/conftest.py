@@ -4,8 +4,6 @@ Folders of reference data: OPENPI_TRAIN_GOLDEN and OPENPI_TRAIN_DATA, by default
 """
 
 import collections
-import contextlib
-import functools
 import gc
 import logging
 import os
@@ -43,11 +41,11 @@ def _modules_with_shapes() -> list[str]:
 # package, most of them while programs are traced, takes a third of the time of what runs in this process.
 install_import_hook(_modules_with_shapes(), "typechecker.check")
 
+import forks
 import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE: here, and not in the first test that sets it
 import jax
-import tyro._docstrings
 
-from openpi_train.runtime import compile_cache, logs, phases, xla_flags
+from openpi_train.runtime import compile_cache, logs, phases, tracers, xla_flags
 
 # The suite's programs run for milliseconds and compile for seconds: LLVM need not try, and XLA's older emitters, which
 # do without MLIR, take a third of the time. Cutting programs for several compiling threads takes a tenth, and the cores
@@ -57,13 +55,10 @@ QUICK_TO_COMPILE = f"{LITTLE_EFFORT} {NO_MLIR} --xla_cpu_parallel_codegen_split_
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = LITTLE_EFFORT if xla_flags.rejected(QUICK_TO_COMPILE) else QUICK_TO_COMPILE
 
-# tyro reads the source of every class again for each command line: half of the time of those that are only parsed.
-with contextlib.suppress(AttributeError):  # another version's may have other names
-    _read_source = tyro._docstrings._ClassTokenization.make.__wrapped__
-    tyro._docstrings._ClassTokenization.make = staticmethod(functools.cache(_read_source))
-
+forks.read_sources_once()
 jax.config.update("jax_num_cpu_devices", 8)
 compile_cache.fit_for_cpus()  # programs of several devices that were loaded may end the process
+tracers.say_little()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

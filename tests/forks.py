@@ -1,18 +1,21 @@
 """Runs of `python -m openpi_train` that need not import everything again: forks of a process that has.
 
-A server per pytest process has jax and the package imported and nothing started: one thread, no device, no open file.
+A server per pytest process has jax and the package imported, has read two command lines, and has nothing started: one
+thread, no device, no open file.
 A run is a fork of it, with its own environment, arguments, output and exit code; so are the processes that `launch
 local` starts in such a run. Whatever a fork cannot be like, it is started as a process of its own: a variable that is
 read by an import, another folder, another program, a parent with threads. The tests that kill launchers, take the
 hosts' networks away, start by ssh or Slurm, or stop and resume start real ones, all.
 
-What a fork hides: the seconds of the import, and that every process has its own hash seed.
+What a fork hides: the seconds of the import and half of those of the command line, and that every process has its own
+hash seed.
 """
 
 import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -27,7 +30,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = [sys.executable, "-m", "openpi_train"]
@@ -40,7 +43,21 @@ _DEVICES = "JAX_NUM_CPU_DEVICES"  # jax reads it when it is imported; `_become` 
 # What every process of the tests has. One thread of numpy's: the server may have none beside its own.
 ALIKE = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
 
+# What runs import, most of it only when they need it.
+IMPORTED = ("openpi_train.launch.forms", "openpi_train.training.settling", "openpi_train.training.start")
+IMPORTED += ("openpi_train.tools.evaluate_policy", "openpi_train.tools.evaluate_text", "openpi_train.tools.report")
+IMPORTED += ("jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_svg", "matplotlib.figure", "tensorboardX")
+
 _start_process = subprocess.Popen
+
+
+def read_sources_once() -> None:
+    """Have tyro read the source of a class once, not for each command line: most of the time of a parse."""
+    import tyro._docstrings
+
+    sources: Any = tyro._docstrings
+    with contextlib.suppress(AttributeError):  # another version's may have other names
+        sources._ClassTokenization.make = staticmethod(functools.cache(sources._ClassTokenization.make.__wrapped__))
 
 
 # ---- the tests' side ----
@@ -264,15 +281,16 @@ def _start(selector: selectors.BaseSelector, request: Mapping, descriptors: Sequ
 
 
 def main(channel: socket.socket) -> None:
-    """Import everything and serve."""
+    """Import everything, read a command line as each run does, and serve."""
     sys.path[0] = str(ROOT)  # as `python -m` does
     _own.update(os.environ)
-    import tyro  # noqa: F401
+    for module in IMPORTED:
+        importlib.import_module(module)
+    read_sources_once()
+    from openpi_train import cli
 
-    import openpi_train.launch.forms
-    import openpi_train.registry
-    import openpi_train.training.settling
-    import openpi_train.training.start  # noqa: F401
+    for name in ("debug", "arithmetic_sft"):
+        cli.parse_experiment(name, ["--exp-name", "x"])
 
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to all: the tests end us
     subprocess.Popen = _Popen

@@ -1,6 +1,7 @@
 """The `compile` verb, and `plan` with XLA's GPU compiler: their texts, what they refuse, and the real compiler."""
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan
 
+pytestmark = pytest.mark.usefixtures("each_step_is_traced_once")
 needs_plugin = pytest.mark.skipif(
     not plugin.is_installed(), reason="needs jax's CUDA plugin (no GPU): make gpu-compile makes such an environment"
 )
@@ -51,6 +53,7 @@ ACCOUNT = GpuAccount(
 )
 
 
+@functools.cache
 def chosen():
     experiment = cli.parse_experiment("debug", ["--exp-name", "plan", "--sharding.strategy", "zero3"])
     found = plan.make_report(experiment, plan.find_machine("h100", 8, 1, None, 50.0)).recommended
@@ -102,6 +105,7 @@ def test_a_plan_without_the_plugin_says_how_to_install_it(monkeypatch, capsys, f
     assert "pip install 'jax[cuda12]==" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
     monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin", "jax"))  # as if it were installed
     monkeypatch.setattr(ahead, "imitate", lambda *_: None)
@@ -116,6 +120,7 @@ def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
     assert len(seen) == 1 + len(get_args(Remat)) and "Bounds by the compiled programs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_where_the_recommended_step_does_not_fit_the_next_one_is_compiled_and_recommended(monkeypatch, capsys):
     monkeypatch.setattr(plugin, "PLUGINS", ("jax",))
     monkeypatch.setattr(ahead, "imitate", lambda *_: None)
@@ -280,6 +285,7 @@ def test_camera_slots_are_those_of_the_model_or_of_the_data(name, program, camer
     assert found is None if said is None else said in str(found)
 
 
+@pytest.mark.slow
 def test_a_query_of_rl_and_the_held_out_loss_are_lowered_as_a_run_computes_them():
     """On two devices: for the rows that they act in at a time, at most all rollouts, and for one held-out batch."""
     machine = plan.find_machine("h100", 2, 1, None, 50.0)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import get_args
 
 import flops_by_hand
@@ -17,29 +16,10 @@ from openpi_train.parallel.strategy import CUT
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.tools import ahead, plan, plan_text
-from openpi_train.training import prepare
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("each_step_is_traced_once")]
 
 AUTO = ("--model.remat", "auto")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def each_step_is_traced_once() -> Iterator[None]:
-    """Without convolutions policies cost the same on any machine that has several devices, or one, and with any batch:
-    pi0's steps are traced once."""
-    trace, known = prepare.policy_costs, {}
-
-    def once(experiment, state, *others):
-        what = (experiment.model, experiment.objective, experiment.data.cameras, experiment.freeze)
-        key = repr((*what, experiment.sharding.tensor_devices, experiment.unroll_layers))
-        if key not in known:
-            known[key] = [*trace(experiment, state, *others)]
-        return iter(known[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "policy_costs", once)
-        yield
 
 
 def report(name: str, *flags: str, devices=8, kind="h200", hosts=1, gib=None, network_gb_s=50.0):
