@@ -1,7 +1,8 @@
-"""`launch slurm`: write an sbatch file for a run, and submit it if asked. Read next: `../runtime/world.py`.
+"""`launch slurm`: write an sbatch file for a run, and submit it if asked.
 
 Inside the job no flags are needed, since Slurm identifies every task. The file only starts one task per process,
-forwards a request to stop, and requeues the job if a restart would help.
+forwards a request to stop, and requeues the job if a restart would help. Read next: `forms.py`, the table of launchers;
+`../runtime/world.py`, which reads Slurm's variables.
 """
 
 import dataclasses

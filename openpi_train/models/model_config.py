@@ -1,6 +1,7 @@
 """What every model config promises.
 
-Read next: `pi0.py`, and `objectives/objective.py` for who calls the built module.
+Read next: `../families.py`, where families are registered; `pi0/pi0.py`; `objectives/objective.py`, for who calls the
+built module.
 """
 
 import abc
@@ -177,7 +178,7 @@ class PolicyConfig(ModelConfig):
 
     @property
     def known_slots(self) -> tuple[str, ...] | None:
-        """The camera slots that a robot may fill (default: openpi's); None: those that the robot has."""
+        """The camera slots that `--data.robot` fills (default: openpi's); None: those that the robot has."""
         return OPENPI_SLOTS
 
     def for_robot(self, num_state_dims: int, num_action_dims: int, cameras: Sequence[str]) -> "PolicyConfig":

@@ -1,4 +1,7 @@
-"""The interface of objectives. Read next: `flow_matching.py`, then `training/step.py`, the caller."""
+"""The interface of objectives. There is no registry: an experiment has its objective as a value.
+
+Read next: `flow_matching.py`, then `training/step.py`, the caller.
+"""
 
 import abc
 import dataclasses

@@ -1,7 +1,8 @@
 """Interface of all robots: names and units of dims, and the conversion between the robot's data and the model's.
 
-Read next: `bridge.py`. Arrays are numpy; everything is vectorised over leading axes, since norm stats are computed over
-whole datasets but serving has one observation.
+There is no registry: a dataset of an experiment has its robot as a value. Arrays are numpy; everything is vectorised
+over leading axes, since norm stats are computed over whole datasets but serving has one observation. Read next:
+`bridge.py`.
 """
 
 import abc

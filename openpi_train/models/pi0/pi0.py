@@ -1,6 +1,7 @@
 """The config of pi0 and pi0.5: sizes, published names, frozen parameters and transforms.
 
-Field names and defaults are openpi's where openpi has the field. Read next: `pi0_network.py` (the network itself),
+Field names and defaults are openpi's where openpi has the field. Cameras are those of the run's robots
+(`Robot.cameras`). Read next: `pi0_network.py` (the network itself),
 `pi0_names.py`, `nn/gemma.py` for the variants.
 """
 
