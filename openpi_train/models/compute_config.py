@@ -5,7 +5,7 @@ Read next: `language.py`, `prompted.py`, `diffusion_policy.py`.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import jax.numpy as jnp
 
@@ -43,7 +43,7 @@ class ComputeConfig(ModelConfig):
         """`remat`; `none` if `auto` was not resolved, as in programs without a backward pass."""
         return "none" if self.remat == "auto" else self.remat
 
-    def remat_choices(self) -> Mapping[str | None, "ComputeConfig"]:
+    def remat_choices(self) -> Mapping[str | None, Self]:
         names = self.remat_policies if self.remat == "auto" else (self.remat,)
         return {name: dataclasses.replace(self, remat=name) for name in names}
 
@@ -69,5 +69,5 @@ class TransformerConfig(ComputeConfig):
     def attention_heads(self) -> Sequence[Heads]:
         return self.heads if self.attention == "auto" else ()
 
-    def with_attention(self, kind: Attention) -> "TransformerConfig":
+    def with_attention(self, kind: Attention) -> Self:
         return dataclasses.replace(self, attention=kind)

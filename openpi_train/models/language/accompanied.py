@@ -3,19 +3,17 @@
 To all else the model is its policy. Read next: `reference.py`, `actor_critic.py`.
 """
 
-import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from openpi_train.models.language.language import LanguageConfig, PackedTexts
+from openpi_train.models.language.language import LanguageConfig
+from openpi_train.models.language.language_part import LanguageBasedConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.attention import Attention, Heads
-from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.vocabulary import TokenScores
 
 # What the paths of each part begin with.
@@ -47,8 +45,10 @@ class AccompaniedPolicy(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AccompaniedConfig(ModelConfig, abc.ABC):
+class AccompaniedConfig(LanguageBasedConfig):
     """A language model that trains (`policy/`), and what is beside it. Checkpoints of the policy alone start it."""
+
+    language_flags: ClassVar[str] = "--model.policy."
 
     # The model, without an adapter.
     policy: LanguageConfig
@@ -61,49 +61,16 @@ class AccompaniedConfig(ModelConfig, abc.ABC):
             )
 
     @property
-    def sizes(self) -> DecoderSizes:
-        """The policy's."""
-        return self.policy.sizes
+    def inner(self) -> LanguageConfig:
+        return self.policy
 
-    @property
-    def context_length(self) -> int:
-        """The policy's: the longest text that it takes, in tokens."""
-        return self.policy.context_length
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The policy's."""
-        return self.policy.compute_dtype
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.policy.needs_loss_scale
-
-    def remat_choices(self) -> Mapping[str | None, "AccompaniedConfig"]:
-        choices = self.policy.remat_choices().items()
-        return {name: dataclasses.replace(self, policy=policy) for name, policy in choices}
-
-    @property
-    def attention_kind(self) -> Attention:
-        return self.policy.attention
-
-    @property
-    def attention_heads(self) -> Sequence[Heads]:
-        return self.policy.attention_heads
-
-    def with_attention(self, kind: Attention) -> "AccompaniedConfig":
-        return dataclasses.replace(self, policy=self.policy.with_attention(kind))
+    def with_inner(self, language: LanguageConfig) -> "AccompaniedConfig":
+        return dataclasses.replace(self, policy=language)
 
     @property
     def smaller_runs(self) -> Sequence[str]:
         """The policy's, without its adapters."""
         return self.policy.smaller_runs[1:]
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        return self.policy.check_tensor(tensor_devices)
-
-    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
-        return self.policy.num_tokens_seen(batch, draws)
 
     def public_name(self, path: str) -> str:
         """The policy's parameters have Hugging Face's names; those of others have theirs after the part's name."""
@@ -111,11 +78,6 @@ class AccompaniedConfig(ModelConfig, abc.ABC):
             return self.policy.public_name(path.removeprefix(POLICY))
         part = next(part for part in (REFERENCE, CRITIC) if path.startswith(part))
         return part + self.policy.public_name(path.removeprefix(part))
-
-    @property
-    def base(self) -> LanguageConfig:
-        """The policy's own checkpoints."""
-        return self.policy
 
     @property
     def parameter_groups(self) -> Mapping[str, str]:

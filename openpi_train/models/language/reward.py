@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from openpi_train.models.language.language import LanguageConfig, PackedTexts
-from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.attention import Attention, Heads
-from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.models.language.language import LanguageConfig
+from openpi_train.models.language.language_part import LanguageBasedConfig
 
 DECODER, SCORE = "decoder/", "score/weight"
 
@@ -52,13 +50,14 @@ class RewardModel(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardConfig(ModelConfig):
+class RewardConfig(LanguageBasedConfig):
     """A language model with a score head in place of its scores of tokens.
 
     With an adapter, its factors and the head train.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset({"rewards"})
+    language_flags: ClassVar[str] = "--model.language."
 
     # The language model. A table of its own that scores tokens is left out: nothing would train it.
     language: LanguageConfig
@@ -69,60 +68,22 @@ class RewardConfig(ModelConfig):
         return dataclasses.replace(self.language, sizes=dataclasses.replace(self.language.sizes, tied=True))
 
     @property
-    def sizes(self) -> DecoderSizes:
-        """The language model's."""
-        return self.language.sizes
+    def inner(self) -> LanguageConfig:
+        return self.language
 
-    @property
-    def context_length(self) -> int:
-        """The language model's: the longest text that it takes, in tokens."""
-        return self.language.context_length
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The language model's."""
-        return self.language.compute_dtype
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.language.needs_loss_scale
-
-    def remat_choices(self) -> Mapping[str | None, "RewardConfig"]:
-        choices = self.language.remat_choices().items()
-        return {name: dataclasses.replace(self, language=language) for name, language in choices}
-
-    @property
-    def attention_kind(self) -> Attention:
-        return self.language.attention
-
-    @property
-    def attention_heads(self) -> Sequence[Heads]:
-        return self.language.attention_heads
-
-    def with_attention(self, kind: Attention) -> "RewardConfig":
-        return dataclasses.replace(self, language=self.language.with_attention(kind))
+    def with_inner(self, language: LanguageConfig) -> "RewardConfig":
+        return dataclasses.replace(self, language=language)
 
     @property
     def smaller_runs(self) -> Sequence[str]:
-        return [line.replace("--model.", "--model.language.") for line in self.language.smaller_runs]
+        return [line.replace("--model.", self.language_flags) for line in self.language.smaller_runs]
 
     def build(self, rngs: nnx.Rngs) -> RewardModel:
         return RewardModel(self.decoder, rngs)
 
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        return self.language.check_tensor(tensor_devices)
-
-    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
-        return self.language.num_tokens_seen(batch, draws)
-
     def public_name(self, path: str) -> str:
         """Hugging Face's names of a model for sequence classification."""
         return path if path == SCORE else self.decoder.public_name(path.removeprefix(DECODER))
-
-    @property
-    def base(self) -> LanguageConfig:
-        """The language model's checkpoints."""
-        return self.language
 
     def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's parameters."""
