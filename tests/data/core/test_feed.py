@@ -282,6 +282,7 @@ def test_a_batch_that_the_system_cannot_read_for_now_is_read_later(rows, feed_of
     assert equal(host(feed_of(rows).next()), expected) and left == [0]
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_batches_that_threads_give(rows, feed_of):
     expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(7)]
     for workers in (1, 2):
