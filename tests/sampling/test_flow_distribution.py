@@ -146,6 +146,7 @@ def test_a_query_without_executed_values_has_finite_scores(reduction):
     assert not found.log_prob.any() and not found.entropy.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_what_the_sampler_says_of_its_chain_is_what_is_scored(reduction):
     distribution, keys = FlowDistribution(num_steps=4, noise=0.4, reduction=reduction), row_keys(0, 0, jnp.arange(5))
