@@ -314,7 +314,8 @@ def main(channel: socket.socket) -> None:
     sys.path[0] = str(ROOT)  # as `python -m` does
     _own.update(os.environ)
     for module in IMPORTED:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # another jaxlib's may have other names
+            importlib.import_module(module)
     read_sources_once()
     from openpi_train import cli
 
