@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -139,6 +140,23 @@ def start(args: Sequence[str], env: Mapping[str, str], output: int) -> "Forked |
     return Forked(args, env, output, output)
 
 
+class Script(Forked):
+    """A fork that runs a file of the tests as a program; it prints into one file."""
+
+    def __init__(self, path: Path, *arguments: object):
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`communicate` closes it)
+        words, number = [sys.executable, str(path), *map(str, arguments)], self._output.fileno()
+        environ = {name: value for name, value in os.environ.items() if name != _DEVICES}
+        super().__init__(words, {**environ, **ALIKE}, number, number)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """All that it has printed, once it has ended."""
+        self.wait(timeout)
+        with self._output as file:
+            file.seek(0)
+            return file.read(), None
+
+
 def run(args: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run` with the output captured as text: the process's own end, and its output's."""
     if not _server().is_up:
@@ -191,7 +209,9 @@ _own: dict[str, str] = {}  # the variables that the imports saw
 
 def _can_fork(args: object, options: Mapping[str, object]) -> bool:
     env = options.get("env")
-    if not isinstance(args, list | tuple) or list(args[:3]) != PROGRAM or not isinstance(env, Mapping):
+    if not isinstance(args, list | tuple) or not isinstance(env, Mapping):
+        return False
+    if list(args[:3]) != PROGRAM and not _is_script(args):
         return False
     different = {name for name in {*env, *_own} if env.get(name) != _own.get(name)}
     return (
@@ -201,6 +221,10 @@ def _can_fork(args: object, options: Mapping[str, object]) -> bool:
         and os.getcwd() == str(ROOT)
         and len(os.listdir("/proc/self/task")) == 1
     )
+
+
+def _is_script(args: Sequence[str]) -> bool:
+    return args[0] == sys.executable and Path(args[1]).is_relative_to(ROOT / "tests")
 
 
 def _become(args: list[str], env: Mapping[str, str], before: Callable[[], object] | None) -> NoReturn:
@@ -224,9 +248,14 @@ def _become(args: list[str], env: Mapping[str, str], before: Callable[[], object
             import jax
 
             jax.config.update("jax_num_cpu_devices", int(env[_DEVICES]))
-        sys.argv = [args[2], *args[3:]]
         subprocess.Popen = _Popen
-        runpy.run_module("openpi_train", run_name="__main__", alter_sys=True)
+        if _is_script(args):
+            sys.argv = args[1:]
+            sys.path[:1] = [str(Path(args[1]).parent), str(ROOT)]
+            runpy.run_path(args[1], run_name="__main__")
+        else:
+            sys.argv = [args[2], *args[3:]]
+            runpy.run_module("openpi_train", run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ending:
         code = ending.code
@@ -285,7 +314,8 @@ def main(channel: socket.socket) -> None:
     sys.path[0] = str(ROOT)  # as `python -m` does
     _own.update(os.environ)
     for module in IMPORTED:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # another jaxlib's may have other names
+            importlib.import_module(module)
     read_sources_once()
     from openpi_train import cli
 

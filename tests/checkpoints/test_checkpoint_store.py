@@ -8,12 +8,11 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import types
 import zlib
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -676,10 +675,8 @@ def test_asset_id_may_not_leave_the_checkpoint(tmp_path):
         Checkpoints(tmp_path).save(make_state(1), **{**SAVED_WITH, "norm_stats": {"../x": {}}})
 
 
-def python(*arguments: object) -> subprocess.Popen:
-    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def python(*arguments: object) -> forks.Script:
+    return forks.Script(PROGRAM, *arguments)
 
 
 @pytest.mark.multiprocess

@@ -130,6 +130,7 @@ def test_parameters_are_gathered_before_the_first_token_and_then_only_tensor_gro
     assert set(re.findall(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)", text)) == sent
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_their_order_or_company():
     for order in ([6, 2, 4, 0, 5, 1, 3], [3]):
         some = [requests(SAMPLED)[number] for number in order]

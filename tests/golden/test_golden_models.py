@@ -180,6 +180,7 @@ def test_sampled_actions_equal_openpi(case):
         assert_like_openpi(case, name, jax.jit(sample)(case.params))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_equal_openpis_freeze_filters(golden):
     cases = [load_case(name) for name in CASES if "freeze_filters" in load_case(name).meta]
     if not cases:

@@ -97,6 +97,7 @@ def test_other_verbs_are_not_begun():
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_no_checkpoint_is_refused(tmp_path):
     done = asked("eval", str(tmp_path / "nowhere"))
     assert (done.returncode, done.stdout) == (4, "") and "there is no such directory" in done.stderr

@@ -377,6 +377,7 @@ def test_a_host_that_cannot_be_reached_is_left_out_where_enough_others_are_there
     assert "without away: on node1" in err[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -152,6 +152,7 @@ def test_the_backward_pass_begins_when_all_scores_are_there():
     assert order == sorted(order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_table_cut_by_rows_gives_the_same_and_its_gradient(head):
     def chunked(part, x, tokens, weights):

@@ -69,6 +69,7 @@ ELEMENTS = 5 * HORIZON * DIMS
 TOLERANCE = 8 / (2 * 4_000 * HORIZON * DIMS) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [0.3])
 def test_dropped_tells_how_good_a_chunk_was_or_nothing(drop):
     objective = IndicatorFlow(distribution=LAW, drop=drop, num_flow_draws=4_000)
@@ -80,6 +81,7 @@ def test_dropped_tells_how_good_a_chunk_was_or_nothing(drop):
     assert loss == pytest.approx(1 + counted, rel=0.02)
 
 
+@pytest.mark.slow
 def test_both_branches_have_the_same_noise_and_their_weights():
     objective = IndicatorFlow(distribution=LAW, form="both", unconditional_weight=0.1, num_flow_draws=8)
     _, slopes = gradient(objective, batch_of())

@@ -124,6 +124,7 @@ def test_every_recorded_case_is_compared():
     assert {name.rpartition("/")[0] for name in TORCH if name.endswith("/loss")} == {*CASES, "ppo/critic"}
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_with_a_critic_are_those_of_trl():
     objective = PolicyGradient(value_weight=0.1)
     given = batch(advantages=TORCH["unit_advantages"])

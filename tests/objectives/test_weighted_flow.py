@@ -86,6 +86,7 @@ def test_rows_of_weight_0_change_nothing():
     np.testing.assert_array_equal(gradient(objective, batch_of(chunks, counts=counts))[1], slope)
 
 
+@pytest.mark.slow
 def test_nothing_better_than_expected_is_finite_and_learns_nothing():
     loss, slope = gradient(WeightedFlow(distribution=LAW), batch_of(advantages=0 * ADVANTAGES))
     assert loss == 0 and not np.asarray(slope).any()

@@ -115,6 +115,7 @@ def test_a_stack_gathers_layer_by_layer_and_keeps_no_whole_layer_for_the_backwar
     assert "f32[3,8,8]" not in run.lower(*inputs).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_unrolled_layers_read_their_shards_from_the_stack_and_keep_no_part_of_it(remat):
     run, *inputs = gradient_of_a_cut_stack(remat, unrolled=True)

@@ -4,11 +4,9 @@ import collections
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,19 +40,12 @@ def alone():
 
 def together(processes: int, folder: Path | None = None) -> dict[str, list]:
     """Losses and gradient norms of all cases on eight devices, by so many processes; one may write the parameters."""
-    port, environment = str(free_port()), {**os.environ, "PYTHONPATH": str(PROGRAM.parent)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(process), str(processes), port, *([folder] if folder else [])],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(processes)
-    ]
+    port, more = free_port(), [folder] if folder else []
+    running = [forks.Script(PROGRAM, process, processes, port, *more) for process in range(processes)]
     outputs = [process.communicate(timeout=400)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * processes
-    return json.loads(outputs[0].splitlines()[-1])
+    assert [process.returncode for process in running] == [0] * processes, "\n".join(outputs)
+    (found,) = (line for line in outputs[0].splitlines() if line.startswith("{"))
+    return json.loads(found)
 
 
 @pytest.fixture(scope="module")

@@ -157,6 +157,7 @@ class Unrewarded(Wander):
         return super().reward(states) * np.nan
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_no_number_ends_the_run(make):
     made = make(env=Unrewarded(distances=(1, 2)), num_groups=8, group_size=2, dense_weight=0.1)
     with pytest.raises(DataError, match=r"reward of the environment is not finite: .* --rl.dense-weight 0"):
@@ -260,6 +261,7 @@ class CountedSampling(RowSampling):
         return super().__call__(params, columns, keys)
 
 
+@pytest.mark.slow
 def test_keeping_changes_no_rollout_and_has_every_one_of_both_waves(still, tmp_path, monkeypatch):
     made, *_ = still
     waves = [made.act([3, 4, 7, 9]), made.act([10, 11, 12, 13])]

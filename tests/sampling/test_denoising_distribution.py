@@ -77,6 +77,7 @@ def test_a_drawn_chain_has_the_density_of_ddpms_posterior(clip, least_std):
     assert stds[-1] == least_std and stds[0] > 0.1
 
 
+@pytest.mark.slow
 def test_queries_of_an_rollout_are_scored_one_by_one():
     distribution, model = DenoisingDistribution(num_steps=STEPS), Shrinking()
     one = drawn(distribution, model, np.arange(6))

@@ -99,6 +99,7 @@ def test_a_step_has_the_mean_and_the_deviation_of_rlinf_and_flow_grpo(num_steps)
 EXECUTED = np.array([[True, True, False], [True, True, False], [False, False, False]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_only_executed_values_count_and_ratios_and_entropies_do_not_depend_on_padding(reduction):
     """Against scipy's Gaussian: density and entropy of what was executed, of a chunk in a larger model, too."""
@@ -123,6 +124,7 @@ def test_only_executed_values_count_and_ratios_and_entropies_do_not_depend_on_pa
     np.testing.assert_allclose(other.entropy, found.entropy, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_robots_with_other_dims_and_of_cut_chunks_count_their_own_values():
     distribution = FlowDistribution(num_steps=2, noise=0.4)
     whole = drawn(distribution, Field(gaussian), np.arange(3), (3, 3), EXECUTED)
@@ -134,6 +136,7 @@ def test_rows_of_robots_with_other_dims_and_of_cut_chunks_count_their_own_values
         np.testing.assert_allclose(found[row], alone.log_prob[row], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_query_without_executed_values_has_finite_scores(reduction):
     distribution = FlowDistribution(num_steps=2, noise=0.4, reduction=reduction)
@@ -143,6 +146,7 @@ def test_a_query_without_executed_values_has_finite_scores(reduction):
     assert not found.log_prob.any() and not found.entropy.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_what_the_sampler_says_of_its_chain_is_what_is_scored(reduction):
     distribution, keys = FlowDistribution(num_steps=4, noise=0.4, reduction=reduction), row_keys(0, 0, jnp.arange(5))

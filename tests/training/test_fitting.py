@@ -70,6 +70,7 @@ class FakePrograms:
         self.compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("none", "others", "assumed"),
     # What the compiler says of the first candidate, and of the others, as a share of the estimates, where the first

@@ -86,6 +86,7 @@ def test_a_fixed_backbone_gives_the_loss_and_the_gradients_that_one_with_a_backw
         np.testing.assert_allclose(grad, wanted[path], rtol=1e-4, atol=1e-5 * np.abs(wanted[path]).max(), err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_fixed_stack_is_read_where_it_is_and_not_copied_without_its_last_layer():
     ranks = GemmaOverrides(lora_attention_rank=2, lora_mlp_rank=2)
     model = dataclasses.replace(MODEL, dtype="bfloat16", language=ranks, action_expert=ranks)

@@ -12,6 +12,7 @@ import types
 import weakref
 from pathlib import Path
 
+import forks
 import jax
 import numpy as np
 import pytest
@@ -282,6 +283,7 @@ def test_a_batch_that_the_system_cannot_read_for_now_is_read_later(rows, feed_of
     assert equal(host(feed_of(rows).next()), expected) and left == [0]
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_batches_that_threads_give(rows, feed_of):
     expected = [rows.batch(np.arange(step * BATCH, (step + 1) * BATCH))[0] for step in range(7)]
     for workers in (1, 2):
@@ -321,18 +323,11 @@ def test_what_workers_unpickle_imports_neither_jax_nor_a_dataset_library():
 
 
 def run_processes(count, devices, tokenizer_path, assets):
-    port = free_port()
-    root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    script = str(Path(__file__).parent / "feed_process.py")
-    commands = [
-        [sys.executable, script, *map(str, (port, count, index, devices, tokenizer_path, assets))]
-        for index in range(count)
-    ]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
+    port, script = free_port(), Path(__file__).parent / "feed_process.py"
+    started = [forks.Script(script, port, count, index, devices, tokenizer_path, assets) for index in range(count)]
     outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * count
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert [process.returncode for process in started] == [0] * count, "\n".join(outputs)
+    return [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def test_counts_and_instructions_are_as_asked(made, sources):
     assert not set(sources["train"].episode_ids) & set(sources["val"].episode_ids)
 
 
+@pytest.mark.slow
 def test_the_robot_reads_states_and_bounded_commands(sources):
     robot = Tabletop()
     assert tuple(robot.cameras.values()) == sources["train"].cameras
@@ -86,6 +87,7 @@ def test_nothing_in_it_is_suspicious(sources):
     assert not train.findings and not examine(ExaminedData(name="tabletop", source=train, held_out=val))
 
 
+@pytest.mark.slow
 def test_an_episodes_seed_gives_back_its_first_state_and_pictures(made, sources):
     """Equal but for single edge pixels, which may round differently in batches of other sizes."""
     source = sources["train"]
@@ -102,6 +104,7 @@ def test_an_episodes_seed_gives_back_its_first_state_and_pictures(made, sources)
     assert [source.prompts[index] for index in source.prompt_index[starts]] == [ENV.instruction(t) for t in tasks]
 
 
+@pytest.mark.slow
 def test_flags_mark_the_ends_and_every_episode_is_a_success(made):
     for example in examples(made, "val"):
         length = len(feature(example, "steps/is_first"))
@@ -112,12 +115,14 @@ def test_flags_mark_the_ends_and_every_episode_is_a_success(made):
         assert feature(example, "episode_metadata/success") == [1]
 
 
+@pytest.mark.slow
 def test_tensorflow_datasets_knows_it(made):
     builder = tfds.builder_from_directory(made.dataset)
     assert {name: split.num_examples for name, split in builder.info.splits.items()} == made.num_episodes
     assert builder.info.features["steps"]["observation"]["image_1"].shape == (32, 32, 3)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_gives_back_every_instruction_and_the_state_prompt(made):
     tokenizer = load_tokenizer(str(made.tokenizer))
     for task in range(len(ENV.tasks)):
@@ -140,6 +145,7 @@ def test_the_same_arguments_give_the_same_bytes_and_other_seeds_other_episodes(t
     assert not any(one in examples(made, "val") for one in examples(other, "val"))
 
 
+@pytest.mark.slow
 def test_a_complete_dataset_is_reused_with_a_message(made, caplog):
     stamps = {path: path.stat().st_mtime_ns for path in made.dataset.iterdir()}
     with caplog.at_level(logging.INFO):

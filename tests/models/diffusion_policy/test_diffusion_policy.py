@@ -222,6 +222,7 @@ def operations(jaxpr):
             yield from operations(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [*(("bfloat16", changes) for changes in DENOISERS), ("float16", {})],

@@ -141,6 +141,7 @@ def test_draws_that_share_a_prefix_give_what_each_gives_alone(tiny):
         np.testing.assert_allclose(together[:, draw : draw + 1], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_float_images_and_uint8_images_are_the_same(tiny):
     config, _, params, velocity = tiny
     seen = observation(config)

@@ -51,6 +51,7 @@ def seen_by(config, **changes):
     return dataclasses.replace(seen, prompt_mask=place < first + 3, token_ar_mask=said, token_loss_mask=said)
 
 
+@pytest.mark.slow
 def test_black_cameras_are_black_pictures_that_are_attended_to():
     config = dataclasses.replace(FAST, black_cameras=True)
     whole = seen_by(FAST)
