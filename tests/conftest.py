@@ -44,8 +44,9 @@ install_import_hook(_modules_with_shapes(), "typechecker.check")
 import forks
 import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE: here, and not in the first test that sets it
 import jax
+import tracers
 
-from openpi_train.runtime import compile_cache, logs, phases, tracers, xla_flags
+from openpi_train.runtime import compile_cache, logs, phases, xla_flags
 
 # The suite's programs run for milliseconds and compile for seconds: LLVM need not try, and XLA's older emitters, which
 # do without MLIR, take a third of the time. Cutting programs for several compiling threads takes a tenth, and the cores

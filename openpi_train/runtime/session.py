@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 import openpi_train
-from openpi_train.runtime import agree, compile_cache, phases, preempt, tracers, xla
+from openpi_train.runtime import agree, compile_cache, phases, preempt, xla
 from openpi_train.runtime.exits import HardwareError, UsageError
 from openpi_train.runtime.heap import keep_freed_memory
 from openpi_train.runtime.open_files import allow_open_files
@@ -85,7 +85,6 @@ def start(
         logger.info("environment: %s", keep_freed_memory(os.environ))
     allow_open_files(world.process_index, world.process_count, cpu_collectives=kind == "cpu")
     compile_cache.use(kind)
-    tracers.say_little()
     with preempt.stoppable_start():
         peers: list[Peer] = []
         if world.process_count > 1:

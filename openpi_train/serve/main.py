@@ -19,7 +19,7 @@ import jax
 from openpi_train.policy.loading import BATCH_SIZES, load_policy
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.text_model import gives_texts
-from openpi_train.runtime import compile_cache, logs, tracers
+from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
 from openpi_train.runtime.private_file import warn_if_others_can_read
 from openpi_train.runtime.world import is_loopback
@@ -153,7 +153,6 @@ def replay(flags: ServeRequest, file: str) -> int:
 def _start() -> None:
     logs.configure(0)
     compile_cache.use(jax.default_backend())
-    tracers.say_little()
 
 
 def _load(flags: ServeRequest, batch_sizes: list[int]) -> Policy:

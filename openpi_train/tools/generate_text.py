@@ -20,7 +20,7 @@ from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.policy.text_model import load_text_model
-from openpi_train.runtime import compile_cache, logs, tracers
+from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import DONE, DataError
 from openpi_train.tools.requests import GenerateRequest
 
@@ -36,7 +36,6 @@ def main(request: GenerateRequest, settings: SamplingSettings) -> int:
     """Generate as requested; completions go to stdout, or into a file. Returns the exit code."""
     logs.configure(0)
     compile_cache.use(jax.default_backend())
-    tracers.say_little()
     model = load_text_model(
         request.checkpoint,
         experiment=request.experiment,

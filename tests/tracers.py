@@ -1,4 +1,4 @@
-"""Traced arrays that say in few words what they do not have, as those of jax 0.12 do. Read next: `session.py`.
+"""Traced arrays that say in few words what they do not have, as those of jax 0.12 do: less time in tests that trace.
 
 Each draw of a model's `nnx.Rngs` asks two traced arrays for their `sharding`, and flax goes on when they have none.
 Until jax 0.11 the error then names the operations that an array comes from: all that have been traced so far are
