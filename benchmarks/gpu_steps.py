@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> list[Table]:
                 continue
             try:
                 is_traced = place in flags.traced and flags.details is not None
-                running = Running(words, case, is_traced)
+                running = EvaluationContext(words, case, is_traced)
                 row, state = running.measure(state, 1 if flags.quick else SAMPLES)
             except Exception as error:  # a case that cannot run must not cost the others
                 rows.append([case.name, batch_size, *[None] * (len(COLUMNS) - 2)])
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     return tables
 
 
-class Running:
+class EvaluationContext:
     """A compiled case with its batch. One that `is_traced` runs kernel by kernel: of captured command buffers a trace
     does not tell whose kernels they are."""
 

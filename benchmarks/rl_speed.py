@@ -1,7 +1,7 @@
 """RL of robots: control steps per CPU second, where the time goes, overlap, and memory over many iterations.
 
 Runs of `rl_watched.py`, which begin with random weights, in processes of their own. Read next:
-`openpi_train/rl/robot_actor.py`, `openpi_train/envs/slots.py`.
+`openpi_train/rl/robot_actor.py`, `openpi_train/envs/double_buffering.py`.
 """
 
 import argparse

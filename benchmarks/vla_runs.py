@@ -22,8 +22,8 @@ from benchmarks import vla_small
 from benchmarks.report import ROOT, Cell, Table
 from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
 from openpi_train.experiment import Experiment
+from openpi_train.interop.native_format import open_checkpoint
 from openpi_train.interop.openpi import parameter_names
-from openpi_train.interop.ours import open_checkpoint
 from openpi_train.interop.place import Place
 
 NAMES = tuple(name for name, value in vars(vla_small).items() if isinstance(value, Experiment))

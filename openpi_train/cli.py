@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
-from openpi_train.launch import ahead_of_start
+from openpi_train.launch import preflight
 from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
 from openpi_train.runtime.exits import (
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else USAGE
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
-        if ahead_of_start.devices() is not None and verb not in (*TRAINING, "eval"):
+        if preflight.devices() is not None and verb not in (*TRAINING, "eval"):
             return 0  # nothing is known of it ahead
         return _reported(lambda: VERBS[verb](rest), argv)
     if wants_hydra(argv):
@@ -119,9 +119,9 @@ def data(argv: Sequence[str]) -> int:
 
 def launch(argv: Sequence[str]) -> int:
     """`launch local|manual|ssh|slurm|kubernetes`: start the processes of a run."""
-    from openpi_train.launch import forms
+    from openpi_train.launch import launchers
 
-    return forms.main(list(argv))
+    return launchers.main(list(argv))
 
 
 def convert(argv: Sequence[str]) -> int:

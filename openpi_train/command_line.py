@@ -54,7 +54,7 @@ class TrainFlags(ProcessFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ManyFields(Request):
+class OverrideFlags(Request):
     """Flags that set many fields of an experiment at once; fields that are given explicitly take precedence."""
 
     # A DeepSpeed JSON config: its equivalent flags are logged and used.
@@ -114,7 +114,7 @@ def parse_known(
 def parse_fields(kind: Any, default: Any, argv: Sequence[str], command: str, about: str) -> Any:
     """The `default`, a `kind`, with the flags of `argv` applied: what is left when `parse_known` has taken its own.
 
-    Exits with code 2 on an unknown flag, naming the closest ones, also among those of `TrainFlags` and `ManyFields`.
+    Exits with code 2 on an unknown flag, naming the closest ones, also among those of `TrainFlags` and `OverrideFlags`.
     """
     try:
         return tyro.cli(kind, default=default, args=argv, prog=f"python -m openpi_train {command}", description=about)
@@ -126,9 +126,9 @@ def parse_fields(kind: Any, default: Any, argv: Sequence[str], command: str, abo
 
 
 def misspelt(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """The words that are nearly a flag of `TrainFlags` or `ManyFields`, and that flag."""
+    """The words that are nearly a flag of `TrainFlags` or `OverrideFlags`, and that flag."""
     flags = []
-    for kind in (TrainFlags, ManyFields):
+    for kind in (TrainFlags, OverrideFlags):
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
             given = [getattr(one, "name", None) for one in getattr(hint, "__metadata__", ())]
             flags.append("--" + (next(filter(None, given), None) or name.replace("_", "-")))

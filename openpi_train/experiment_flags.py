@@ -13,14 +13,14 @@ from openpi_train.former_names import present_words
 from openpi_train.runtime.exits import UsageError, reported_as
 
 if TYPE_CHECKING:
-    from openpi_train.command_line import ManyFields
+    from openpi_train.command_line import OverrideFlags
     from openpi_train.data.core.source import SourceConfig
     from openpi_train.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """A flag that sets many fields: a field of `ManyFields`, and what its value makes of an experiment.
+    """A flag that sets many fields: a field of `OverrideFlags`, and what its value makes of an experiment.
 
     Of a run that `goes_on`, what it has recorded of its dataset and its model is not read again. `--help` applies only
     what is `in_help`: what is quick, and changes the fields or their defaults.
@@ -64,7 +64,7 @@ def _robot(experiment: "Experiment", actions: str, goes_on: bool) -> "Experiment
 
 def _environment(experiment: "Experiment", name: str, goes_on: bool) -> "Experiment":
     from openpi_train.choice import on_env
-    from openpi_train.envs.named import environment
+    from openpi_train.envs.named_envs import environment
 
     with reported_as(UsageError):
         return on_env(experiment, environment(name))
@@ -133,7 +133,7 @@ def with_flags(
 
 def _built(
     default: "Experiment",
-    many: "ManyFields",
+    many: "OverrideFlags",
     argv: Sequence[str],
     name: str,
     about: str,
@@ -143,7 +143,7 @@ def _built(
 ) -> "Experiment":
     """The experiment with `OVERRIDES`, and then each field of `argv`, applied."""
     from openpi_train.choice import with_rewards
-    from openpi_train.command_line import ManyFields, Own, TrainFlags, parse_fields
+    from openpi_train.command_line import OverrideFlags, Own, TrainFlags, parse_fields
     from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
 
     shows_help = wants_help(argv)
@@ -161,16 +161,16 @@ def _built(
     experiment = of_one_length(experiment, argv)
     experiment = with_rewards(with_own_warmup(experiment, argv) if may_shorten_warmup else experiment, argv)
     if shows_help:  # also shows the flags that have been removed
-        everything = tuple[Own[Experiment], Own[TrainFlags], Own[ManyFields]]
-        parse_fields(everything, (experiment, TrainFlags(), ManyFields()), argv, name, about)
+        everything = tuple[Own[Experiment], Own[TrainFlags], Own[OverrideFlags]]
+        parse_fields(everything, (experiment, TrainFlags(), OverrideFlags()), argv, name, about)
     return parse_fields(Experiment, experiment, argv, name, about)
 
 
-def _many_fields(argv: Sequence[str], name: str) -> tuple["ManyFields", list[str]]:
+def _many_fields(argv: Sequence[str], name: str) -> tuple["OverrideFlags", list[str]]:
     """The flags that set many fields, and the other words. Raises UsageError for two that say the same."""
-    from openpi_train.command_line import ManyFields, parse_known
+    from openpi_train.command_line import OverrideFlags, parse_known
 
-    many, rest = parse_known(ManyFields, present_words(argv), name, add_help=False)
+    many, rest = parse_known(OverrideFlags, present_words(argv), name, add_help=False)
     given = {"--dataset": many.dataset, "--data.repo-id": many.repo_id, "--data.mixture": many.data_mixture}
     if len(named_twice := [flag for flag, value in given.items() if value is not None]) > 1:
         raise UsageError(f"{' and '.join(named_twice)} both say what is trained on: give only one of them")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
-from openpi_train.launch import ahead_of_start
+from openpi_train.launch import preflight
 from openpi_train.runtime import logs
 from openpi_train.runtime.exits import run_guarded
 from openpi_train.runtime.passing_errors import patiently
@@ -112,7 +112,7 @@ def posttrain(argv: Sequence[str]) -> int:
     if request.mode == "train":
         return _run(_read(lambda: _of_yaml("posttrain", request, rest)), process)
     algorithms = tool.algorithms_of(request)
-    if ahead_of_start.devices() is not None:
+    if preflight.devices() is not None:
         return 0
     requests = [dataclasses.replace(request, algorithm=one) for one in algorithms]
     tool.prepare_data([_of_yaml("posttrain", one, rest) for one in requests])
@@ -157,10 +157,10 @@ def _read(what: Callable[[], Result]) -> Result:
 
 def _run(experiment: "Experiment", process: "TrainFlags") -> int:
     """Train, or with `--dry-run` say what it needs."""
-    from openpi_train.training import rehearsal, start
+    from openpi_train.training import dry_run, start
 
-    if (num_devices := ahead_of_start.devices()) is not None:
-        return rehearsal.check_ahead(experiment, num_devices)
+    if (num_devices := preflight.devices()) is not None:
+        return dry_run.check_ahead(experiment, num_devices)
     if process.dry_run:
-        return rehearsal.dry_run(experiment, process, process.devices_per_process)
+        return dry_run.dry_run(experiment, process, process.devices_per_process)
     run_guarded(lambda: start.main(experiment, process, process.devices_per_process))

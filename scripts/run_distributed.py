@@ -25,7 +25,7 @@ import checkout
 checkout.ready()
 
 from openpi_train.doors.posttraining import posttraining_launch
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 from openpi_train.launch.slurm import RANK_VARIABLES, resumed
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, ProcessCommand, cpu_devices
 from openpi_train.runtime.closed_output import quietly
@@ -36,7 +36,7 @@ _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 
 
 def main(argv: list[str]) -> int:
-    options, arguments = forms.split_arguments(argv)
+    options, arguments = launchers.split_arguments(argv)
     try:
         if posttraining_launch.is_meant(options):
             return posttraining_launch.main(options, arguments)
@@ -46,12 +46,12 @@ def main(argv: list[str]) -> int:
         if given.mode == "create_slurm":
             if not arguments:
                 sys.stderr.write(f"run_distributed: no run is named, so this is: -- {' '.join(_DEFAULT_RUN)}\n")
-            return forms.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
+            return launchers.main([*_create_slurm(given), "--", *(arguments or _DEFAULT_RUN)])
         if given.mode == "slurm":
             return _inside_slurm(given, arguments)
         if given.rank is not None:
             return _one_process(given, arguments)
-        return forms.main([*_launch(given), "--", *arguments])
+        return launchers.main([*_launch(given), "--", *arguments])
     except LaunchError as error:
         sys.stderr.write(f"run_distributed: {error}\n")
         return 2

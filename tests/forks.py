@@ -45,7 +45,7 @@ _DEVICES = "JAX_NUM_CPU_DEVICES"  # jax reads it when it is imported; `_become` 
 ALIKE = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 # What runs import, most of it only when they need it.
-IMPORTED = ("openpi_train.launch.forms", "openpi_train.training.settling", "openpi_train.training.start")
+IMPORTED = ("openpi_train.launch.launchers", "openpi_train.training.settling", "openpi_train.training.start")
 IMPORTED += ("openpi_train.tools.evaluate_policy", "openpi_train.tools.evaluate_text", "openpi_train.tools.report")
 IMPORTED += ("jaxlib.mlir.dialects.mhlo", "matplotlib.backends.backend_svg", "matplotlib.figure", "tensorboardX")
 

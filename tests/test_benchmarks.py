@@ -313,7 +313,7 @@ def test_all_benchmarks_are_those_that_this_machine_can_run(monkeypatch, capsys)
 
 
 def test_a_step_that_cannot_run_is_a_failure_and_does_not_keep_the_others_from_running(monkeypatch):
-    class Running:
+    class EvaluationContext:
         def __init__(self, _, case, is_traced):
             self.case = case
 
@@ -322,7 +322,7 @@ def test_a_step_that_cannot_run_is_a_failure_and_does_not_keep_the_others_from_r
                 raise MemoryError("too large")
             return [self.case.name, *[1.0] * (len(gpu_steps.COLUMNS) - 1)], state
 
-    monkeypatch.setattr(gpu_steps, "Running", Running)
+    monkeypatch.setattr(gpu_steps, "EvaluationContext", EvaluationContext)
     monkeypatch.setattr(gpu_steps.gpu_times, "ceilings", lambda: report.Table("", (), []))
     _, table = gpu_steps.main(["--cases", "1", "2", "5"])
     assert [row[3] for row in table.rows] == [1.0, None, 1.0]

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from openpi_train import cli
 from openpi_train.command_line import (
-    ManyFields,
+    OverrideFlags,
     Own,
     ProcessFlags,
     Request,
@@ -30,7 +30,7 @@ from openpi_train.tools import data, requests
 
 REQUESTS = [
     *(kind for kind in vars(requests).values() if isinstance(kind, type) and issubclass(kind, Request)),
-    *(*typing.get_args(data.AnyDataRequest), ServeRequest, TrainFlags, ManyFields),
+    *(*typing.get_args(data.AnyDataRequest), ServeRequest, TrainFlags, OverrideFlags),
 ]
 
 

@@ -48,7 +48,7 @@ from openpi_train.tools import (
     stats,
 )
 from openpi_train.tools import data as data_tool
-from openpi_train.training import rehearsal, start
+from openpi_train.training import dry_run, start
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -147,7 +147,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
     monkeypatch.chdir(Path(my_runs.__file__).parent)
     for module in (cli, train_verbs):
         monkeypatch.setattr(module, "run_guarded", run_guarded)
-    places = {start: ["main"], rehearsal: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
+    places = {start: ["main"], dry_run: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
     places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"], list_runs: ["main"]}
     monkeypatch.setattr(
@@ -165,7 +165,7 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
 def check_program(arguments: list[str], seen: list[object]) -> None:
     """The program takes these arguments, up to where it would start to work."""
     if arguments[0] == "launch":
-        output = dry_run([sys.executable, "-m", "openpi_train"], arguments, {})
+        output = printed([sys.executable, "-m", "openpi_train"], arguments, {})
         assert any(sign in output for sign in LAUNCHES), output
         arguments = arguments[arguments.index("--") + 1 :]
     with_help = "--help" in arguments or "-h" in arguments
@@ -181,7 +181,7 @@ def check_program(arguments: list[str], seen: list[object]) -> None:
         assert seen[-1].exp_name, "a training command needs --exp-name"
 
 
-def dry_run(program: list[str], arguments: list[str], variables: dict[str, str]) -> str:
+def printed(program: list[str], arguments: list[str], variables: dict[str, str]) -> str:
     """What `program arguments` prints with --dry-run among the options."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     words = arguments if "--dry-run" in arguments[:end] else [*arguments[:end], "--dry-run", *arguments[end:]]
@@ -223,7 +223,7 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
         script = words[1] if words[0] == "python" else words[0]
         assert (ROOT / script).is_file(), f"{script} is not there"
         program = [sys.executable, script] if words[0] == "python" else [script]
-        output = dry_run(program, words[len(program) :], variables)
+        output = printed(program, words[len(program) :], variables)
         assert any(sign in output for sign in LAUNCHES), output
         if "--" in words:
             check_program(words[words.index("--") + 1 :], seen)

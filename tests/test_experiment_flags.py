@@ -7,7 +7,7 @@ import pytest
 from text_models import write_model
 
 from openpi_train import registry
-from openpi_train.command_line import ManyFields
+from openpi_train.command_line import OverrideFlags
 from openpi_train.data.core.files import write_json
 from openpi_train.experiment_flags import OVERRIDES, parse_experiment, with_flags
 from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
@@ -27,7 +27,7 @@ def by_name(name, *flags):
 
 
 def test_every_flag_of_many_fields_is_applied():
-    fields = {field.name for field in dataclasses.fields(ManyFields)}
+    fields = {field.name for field in dataclasses.fields(OverrideFlags)}
     assert {override.field for override in OVERRIDES} == fields - {"deepspeed"}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from openpi_train.data.core.interface import OpenedData
 from openpi_train.evaluation.action_error import ActionError
-from openpi_train.evaluation.measure import Evaluations, Running
+from openpi_train.evaluation.measure import EvaluationContext, Evaluations
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.init import lay_out
@@ -55,7 +55,7 @@ class Errors(Evaluations):
 
 def running_of(trainer, held_out):
     """A run of which no more is known than its trainer and its held-out batches."""
-    return Running(
+    return EvaluationContext(
         trainer=trainer,
         data=NoData(num_samples=0),
         held_out=list(held_out),

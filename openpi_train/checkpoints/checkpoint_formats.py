@@ -2,7 +2,7 @@
 
 A format says how it is recognised, opened and written. Those of one family of models are registered with it
 (`families.py`). Opening gives leaves by name (`stored_leaves.py`), so start weights, `convert` and their accounting are
-the same for all. Read next: `interop/checkpoint_format.py`, `interop/stored_leaves.py`, `interop/accounting.py`.
+the same for all. Read next: `interop/{checkpoint_format,stored_leaves,parameter_matching}.py`.
 """
 
 import logging
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from openpi_train import families
 from openpi_train.checkpoints import lerobot_policy
-from openpi_train.interop import checkpoint_hub, lerobot_folder, openpi, openpi_torch, ours
-from openpi_train.interop.accounting import account
+from openpi_train.interop import checkpoint_hub, lerobot_folder, native_format, openpi, openpi_torch
 from openpi_train.interop.checkpoint_format import Format
+from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.torch_file import is_torch_file
@@ -43,10 +43,10 @@ _COMMON: tuple[Format, ...] = (
     Format(
         name="ours",
         summary="a run's directory, or the directory of a step in it (params/, meta.json, manifest.json)",
-        recognises=ours.recognises,
-        open=ours.open_checkpoint,
-        prepare=lambda stored, model: lambda directory: ours.write(directory, stored, model),
-        keeps=ours.kept,
+        recognises=native_format.recognises,
+        open=native_format.open_checkpoint,
+        prepare=lambda stored, model: lambda directory: native_format.write(directory, stored, model),
+        keeps=native_format.kept,
     ),
     Format(
         name="openpi",
@@ -106,7 +106,7 @@ def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: s
     place = open_place(where)
     form = recognised(place) if name is None else named(name)
     if form is None:
-        if place.local and (runs := [one for one in _folders(place.local) if ours.recognises(place / one)]):
+        if place.local and (runs := [one for one in _folders(place.local) if native_format.recognises(place / one)]):
             raise CheckpointError(f"{place} is no run, it holds runs: give one, {place / runs[0]} ({_listed(runs)})")
         known = "\n".join(f"  {one.name}: {one.summary}" for one in formats())
         raise CheckpointError(f"no checkpoint at {place}{_contents(place)}. Supported formats:\n{known}")

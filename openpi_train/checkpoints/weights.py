@@ -10,8 +10,8 @@ from typing import Any
 
 from openpi_train.checkpoints.checkpoint_formats import model_params, named, open_checkpoint, open_place
 from openpi_train.interop.checkpoint_hub import is_address
+from openpi_train.interop.native_format import recognises, recorded_experiment, recorded_tokenizer
 from openpi_train.interop.openpi import parameter_names, state_leaves
-from openpi_train.interop.ours import recognises, recorded_experiment, recorded_tokenizer
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.language import peft_adapter
 from openpi_train.models.language.accompanied import AccompaniedConfig

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs import maniskill
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.envs.leased import Leased, add_idle, numbers_of
+from openpi_train.envs.env_pool import Leased, add_idle, numbers_of
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.own_file import import_file, told_of_file

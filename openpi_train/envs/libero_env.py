@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.envs.leased import Leased, numbers_of
+from openpi_train.envs.env_pool import Leased, numbers_of
 from openpi_train.runtime.exits import UsageError
 
 # Control steps of each suite, somewhat more than its longest demonstration has.

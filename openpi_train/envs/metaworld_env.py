@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.envs.leased import Leased
+from openpi_train.envs.env_pool import Leased
 from openpi_train.envs.metaworld_tasks import INSTRUCTIONS
 from openpi_train.runtime.exits import UsageError
 

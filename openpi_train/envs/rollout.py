@@ -1,7 +1,7 @@
 """Rollout: a policy acts in a batch of episodes until they succeed or time is up.
 
-Read next: `env.py` for the environment interface, `slots.py` for two batches at a time, `closed_loop.py` for an
-evaluation of many episodes. The code works with any environment and policy.
+The code works with any environment and policy. Read next: `env.py` for the environment interface,
+`double_buffering.py` for two batches at a time, `closed_loop.py` for an evaluation of many episodes.
 """
 
 import collections

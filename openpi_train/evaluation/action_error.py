@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.evaluation.sums import Sums
 from openpi_train.parallel.params import Params, merge_module
 from openpi_train.sampling.action_sampler import sample_keys
@@ -23,7 +23,7 @@ class ActionError(Measure):
 
     name = "open loop"
 
-    def __init__(self, running: Running, num_sample_steps: int, train_batches: Sequence[Any] = ()):
+    def __init__(self, running: EvaluationContext, num_sample_steps: int, train_batches: Sequence[Any] = ()):
         """`train_batches`: fixed rows of the training split, the same at every evaluation."""
         trainer = running.trainer
         self._batches = {"val": running.held_out, "train": train_batches}

@@ -18,7 +18,7 @@ from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import VideoRecorder
-from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.fields import as_json
@@ -54,7 +54,7 @@ class ClosedLoopSuccess(Measure):
 
     name = "closed loop"
 
-    def __init__(self, running: Running, config: ClosedLoop, num_sample_steps: int):
+    def __init__(self, running: EvaluationContext, config: ClosedLoop, num_sample_steps: int):
         """Raises UsageError if the environment does not fit the robot."""
         self._running, self._config = running, config
         translation = translation_of(running.data, config.env, config.dataset, flag="--eval.closed-loop")

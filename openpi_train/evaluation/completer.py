@@ -10,7 +10,7 @@ from flax import nnx
 
 from openpi_train.data.text.text_prompts import TextPrompt
 from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, end_tokens
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.generation.completion_text import NewText, whole
 from openpi_train.generation.generator import Generator
 from openpi_train.generation.sampling_settings import SamplingSettings
@@ -40,7 +40,7 @@ class Completer:
 
     def __init__(
         self,
-        running: Running,
+        running: EvaluationContext,
         tokenizer: TextTokenizer,
         prompts: Sequence[TextPrompt],
         settings: SamplingSettings,

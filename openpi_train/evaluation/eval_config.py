@@ -10,7 +10,7 @@ from openpi_train.data.robot.opened import OpenedDatasets
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.evaluation.action_error import ActionError
 from openpi_train.evaluation.closed_loop_success import ClosedLoopSuccess
-from openpi_train.evaluation.measure import Evaluations, Measure, Running
+from openpi_train.evaluation.measure import EvaluationContext, Evaluations, Measure
 from openpi_train.fields import at_least
 from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.runtime.exits import UsageError
@@ -51,7 +51,7 @@ class EvalConfig(Evaluations):
         env = self.closed_loop.env
         return [(env.instruction(task), env.state_dim) for task in range(len(env.tasks))]
 
-    def measures(self, running: Running) -> list[Measure]:
+    def measures(self, running: EvaluationContext) -> list[Measure]:
         distribution = distribution_of(running.trainer.objective)
         trained = distribution.num_steps if isinstance(distribution, ChainDistribution) else self.num_sample_steps
         if trained != self.num_sample_steps:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.evaluation.sums import Ratio, Sums, numbered_keys
 from openpi_train.parallel.params import Params, merge_module
 from openpi_train.types import TextBatch
@@ -21,7 +21,7 @@ class HeldOutLoss(Measure):
 
     name = "held-out"
 
-    def __init__(self, running: Running):
+    def __init__(self, running: EvaluationContext):
         trainer, self._batches = running.trainer, running.held_out
         programs = {
             "norms": lambda batch, index: trainer.objective.norms(batch),
@@ -74,7 +74,7 @@ class Perplexity(Ratio):
     terms (label smoothing, z-loss).
     """
 
-    def __init__(self, running: Running):
+    def __init__(self, running: EvaluationContext):
         super().__init__(running, "perplexity", negative_log_likelihood)
 
     def __call__(self, evaluated: Evaluated) -> dict[str, float]:

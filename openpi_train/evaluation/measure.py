@@ -39,7 +39,7 @@ class TrainerView(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Running:
+class EvaluationContext:
     """A started run. `held_out` are its held-out batches, on the devices for the whole run.
 
     All processes must call `stop_requested` the same number of times. Files of an evaluation go to `folder(step)`,
@@ -127,7 +127,7 @@ class Evaluations:
         """Instructions that measures use in addition to the data's, each with the number of state dims of its robot."""
         return []
 
-    def measures(self, running: Running) -> list[Measure]:
+    def measures(self, running: EvaluationContext) -> list[Measure]:
         """The measures besides the held-out loss. Default: none. Raises UsageError for invalid settings."""
         del running
         return []

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from openpi_train.evaluation.measure import Evaluated, Measure, Running, TrainerView
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.keys import for_purpose, row_keys
 from openpi_train.parallel.params import merge_module
 from openpi_train.runtime import agree
@@ -37,7 +37,7 @@ class CompiledPrograms:
 class Sums:
     """Sums of programs by name, each a function of arguments, a batch and the batch's index."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], running: Running):
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], running: EvaluationContext):
         self._programs, self._stop_requested = CompiledPrograms(functions), running.stop_requested
 
     def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
@@ -66,7 +66,7 @@ class Ratio(Measure):
     among all held-out rows.
     """
 
-    def __init__(self, running: Running, name: str, share: Callable[[Any, Any, Any], tuple[Any, Any]]):
+    def __init__(self, running: EvaluationContext, name: str, share: Callable[[Any, Any, Any], tuple[Any, Any]]):
         self.name, self._trainer, self._share = name, running.trainer, share
         self._batches, self._sum = running.held_out, Sums({name: self._sums}, running)
 

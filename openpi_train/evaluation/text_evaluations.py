@@ -24,7 +24,7 @@ from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_prompts import TextPrompt
 from openpi_train.evaluation.completer import Completer
 from openpi_train.evaluation.held_out_loss import Perplexity
-from openpi_train.evaluation.measure import Evaluated, Evaluations, Measure, Running
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Evaluations, Measure
 from openpi_train.fields import at_least
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.generation_size import GenerationSize
@@ -55,7 +55,7 @@ class CompletionScores(Measure):
 
     name = "completions"
 
-    def __init__(self, running: Running, config: "TextEvaluations"):
+    def __init__(self, running: EvaluationContext, config: "TextEvaluations"):
         self._running, self._samples, self._num_written = running, config.samples, config.num_written
         self._scores = [score_named(name) for name in config.scores]
         tokenizer, prompts = _held_out_prompts(running, config.num_prompts)
@@ -145,7 +145,7 @@ class CompletionScores(Measure):
         write_text(path, "".join(f"{line}\n" for line in lines))
 
 
-def _held_out_prompts(running: Running, num_prompts: int) -> tuple[Any, list[TextPrompt]]:
+def _held_out_prompts(running: EvaluationContext, num_prompts: int) -> tuple[Any, list[TextPrompt]]:
     """The tokenizer, and the first held-out prompts that leave room for a completion."""
     data = running.data
     if not isinstance(data, OpenedText):
@@ -246,7 +246,7 @@ class TextEvaluations(Evaluations):
             flag="--eval.completions-per-device",
         )
 
-    def measures(self, running: Running) -> list[Measure]:
+    def measures(self, running: EvaluationContext) -> list[Measure]:
         found: list[Measure] = []
         has_scores = "token_scores" in running.trainer.model.provides
         if has_scores and any(isinstance(batch, TextBatch) for batch in running.held_out):

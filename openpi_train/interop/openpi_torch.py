@@ -20,7 +20,7 @@ import numpy as np
 from openpi_train.data.core.files import write_json
 from openpi_train.fields import as_json
 from openpi_train.interop import openpi, safetensors_file
-from openpi_train.interop.accounting import account
+from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory, same_values
 from openpi_train.interop.torch_names import (

@@ -1,6 +1,6 @@
 """Leaves of an opened checkpoint in any format, which can be read in parts, so that each device reads its own.
 
-Read next: `accounting.py` (checks their names), `checkpoint_formats.py` (opens checkpoints).
+Read next: `parameter_matching.py` (checks their names), `checkpoint_formats.py` (opens checkpoints).
 """
 
 import contextlib
@@ -193,7 +193,7 @@ class Stored:
     """An opened checkpoint. Only names, shapes and types have been read.
 
     `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate are unchanged,
-    for `accounting.py` to report. `train_state` is by openpi's names (`openpi.py`), None if there is none.
+    for `parameter_matching.py` to report. `train_state` is by openpi's names (`openpi.py`), None if there is none.
     `norm_stats` has the content of each `norm_stats.json`, by asset id. For our own runs, `experiment` is the JSON of
     the experiment, `tokenizer` the tokenizer's fingerprint, and `token_files` the folder of its files, if there;
     `text_length` is the number of text tokens of its longest rows, None where nothing tells. `trained_with` are fields

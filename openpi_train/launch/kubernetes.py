@@ -17,8 +17,8 @@ from typing import Any
 
 from openpi_train import faults
 from openpi_train.faults import Restart
-from openpi_train.launch.ahead_of_start import require_start
 from openpi_train.launch.options import Launch, option
+from openpi_train.launch.preflight import require_start
 from openpi_train.launch.spec import (
     DEFAULT_PORT,
     LaunchError,

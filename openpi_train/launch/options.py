@@ -1,4 +1,4 @@
-"""Command-line options as fields of a dataclass, for argparse. Read next: `forms.py`.
+"""Command-line options as fields of a dataclass, for argparse. Read next: `launchers.py`.
 
     processes: int = option("number of processes")
 

@@ -1,8 +1,8 @@
 """`launch slurm`: write an sbatch file for a run, and submit it if asked.
 
 Inside the job no flags are needed, since Slurm identifies every task. The file only starts one task per process,
-forwards a request to stop, and requeues the job if a restart would help. Read next: `forms.py`, the table of launchers;
-`../runtime/world.py`, which reads Slurm's variables.
+forwards a request to stop, and requeues the job if a restart would help. Read next:
+`launchers.py`, the table of launchers; `../runtime/world.py`, which reads Slurm's variables.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from openpi_train import faults
 from openpi_train.faults import Restart
-from openpi_train.launch.ahead_of_start import RANK_VARIABLES, require_start
 from openpi_train.launch.options import Launch, at_least, option
+from openpi_train.launch.preflight import RANK_VARIABLES, require_start
 from openpi_train.launch.spec import (
     VERBS_WITHOUT_RUN,
     LaunchError,

@@ -19,9 +19,9 @@ from typing import Any
 
 from openpi_train import faults
 from openpi_train.launch import remote
-from openpi_train.launch.ahead_of_start import sizes_of_run
 from openpi_train.launch.child import DRAIN_S, Child, Started
 from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
+from openpi_train.launch.preflight import sizes_of_run
 from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, share_of, this_python
 from openpi_train.launch.status import Status

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from openpi_train.nn.products import product
+from openpi_train.nn.matmul import product
 from openpi_train.parallel.params import ParamKind
 
 M = TypeVar("M", bound=nnx.Module)

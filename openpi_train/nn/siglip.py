@@ -14,8 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from openpi_train.nn.attention import Attention, Heads, flash_attend, uses_cudnn
+from openpi_train.nn.matmul import product
 from openpi_train.nn.norms import LayerNorm
-from openpi_train.nn.products import product
 from openpi_train.parallel.layers import scan_layers, stack_layers
 from openpi_train.parallel.remat import Remat, keep, keep_input
 from openpi_train.parallel.shard import spread, summed, varies

@@ -54,7 +54,7 @@ class Shard:
         """Gather the whole array, in `dtype`. Its gradient flows to `part`; `copy` has none.
 
         `wide`: the result has the type of `part`, though the precision of `dtype`, and so has its gradient: what
-        narrows the array again at once (`nn/products.py: product`) then need not round the gradient, unless that is
+        narrows the array again at once (`nn/matmul.py: product`) then need not round the gradient, unless that is
         sent in `dtype`.
         """
         dim = self.part.ndim + self.dim

@@ -19,12 +19,12 @@ from jaxtyping import Array, Key
 from openpi_train.data.core.placement import local_rows
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.robot.opened import OpenedDatasets
+from openpi_train.envs.double_buffering import SlotTimes, in_slots
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.rollout import RolloutEpisodes
-from openpi_train.envs.slots import SlotTimes, in_slots
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.envs.video import picture_of
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.models.model_config import as_policy
@@ -85,7 +85,7 @@ class RobotActor(Actor):
     Raises UsageError if the environment does not fit the robot.
     """
 
-    def __init__(self, rl: RobotRL, running: Running):
+    def __init__(self, rl: RobotRL, running: EvaluationContext):
         trainer: Any = running.trainer
         self._rl, self._distribution, self._stop_requested = rl, trainer.objective.distribution, running.stop_requested
         assert isinstance(self._distribution, ActionDistribution)

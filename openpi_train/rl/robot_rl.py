@@ -12,7 +12,7 @@ from openpi_train.data.robot.config import DataConfig
 from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.envs.task_choice import chosen_tasks
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.fields import at_least, setting
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.objectives.policy_objective import PolicyObjective, distribution_of
@@ -169,7 +169,7 @@ class RobotRL(RLConfig):
             **dict.fromkeys(numbers, of(jnp.float32, queries * distribution.num_units)),
         )
 
-    def actor(self, running: Running, data: Any) -> Actor:
+    def actor(self, running: EvaluationContext, data: Any) -> Actor:
         from openpi_train.rl.robot_actor import RobotActor  # which imports this module
 
         return RobotActor(self, running)

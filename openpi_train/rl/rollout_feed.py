@@ -1,4 +1,6 @@
-"""`RolloutFeed`: the batches of a run that learns from its own rollouts. Read next: `collection.py`, `recorded.py`.
+"""`RolloutFeed`: the batches of a run that learns from its own rollouts.
+
+Read next: `collection.py`, `rollout_log_probs.py`.
 
     iteration       rollouts -> rewards -> scores of the acting policy -> advantages
     its steps       epochs x mini-batches of these rollouts, one per optimizer step
@@ -24,9 +26,9 @@ from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.rl.collection import Collection, Collector
 from openpi_train.rl.local_columns import LocalColumns
 from openpi_train.rl.outcomes import Outcomes
-from openpi_train.rl.recorded import NeededScores, Recorded, RecordedScores
+from openpi_train.rl.rollout_log_probs import NeededScores, RecordedScores, RolloutLogProbs
+from openpi_train.rl.rollout_samples import keep_some
 from openpi_train.rl.rollouts import Actor, RLConfig
-from openpi_train.rl.shown import keep_some
 from openpi_train.runtime.phases import phase
 from openpi_train.types import RolloutBatch, tree_of
 
@@ -180,11 +182,11 @@ class RolloutFeed(Feed):
             self._metrics["rl/kl"] = float(divergences.mean())
         self._kl_weight = self._rl.advantages.next_kl_weight(self._kl_weight, divergences)
 
-    def _recorded(self, params: Any, shape: tuple[int, ...]) -> Recorded:
+    def _recorded(self, params: Any, shape: tuple[int, ...]) -> RolloutLogProbs:
         """The scores of all rollouts; zeros if nothing needs them."""
         if not self._needs_scores:
             none = np.zeros(shape, np.float32)
-            return Recorded(log_probs=none, reference_log_probs=none, values=none)
+            return RolloutLogProbs(log_probs=none, reference_log_probs=none, values=none)
         parts = np.arange(self._rl.num_rollouts).reshape(self._num_batches, -1)
         return self._scores(params, [self._actor.traces(self._placed(part)) for part in parts])
 

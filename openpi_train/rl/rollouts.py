@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from openpi_train.data.core.interface import OpenedData
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.objectives.policy_objective import PolicyObjective
@@ -228,5 +228,5 @@ class RLConfig(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def actor(self, running: Running, data: Any) -> Actor:
+    def actor(self, running: EvaluationContext, data: Any) -> Actor:
         """Who acts in this run. Raises DataError or UsageError if nothing can be done with its data."""

@@ -14,14 +14,14 @@ from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_of, one_text_per_row
 from openpi_train.data.tokenizers.text_tokenizer import end_tokens
 from openpi_train.evaluation.completer import generator_of, part_of
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.models.language.accompanied import policy_of
 from openpi_train.parallel.params import Params
 from openpi_train.rl.prompt_source import PromptSource
-from openpi_train.rl.rewards.judge import Judge
+from openpi_train.rl.rewards.judge import RewardComputer
 from openpi_train.rl.rewards.text_reward import Completed
 from openpi_train.rl.rollouts import Actor, Rollouts
 from openpi_train.rl.text_rl import TextRL
@@ -40,7 +40,7 @@ class TextActor(Actor):
     Raises UsageError if the model gives no texts.
     """
 
-    def __init__(self, rl: TextRL, running: Running, prompts: PromptSource):
+    def __init__(self, rl: TextRL, running: EvaluationContext, prompts: PromptSource):
         trainer: Any = running.trainer
         found = policy_of(trainer.model)
         if found is None:
@@ -67,7 +67,7 @@ class TextActor(Actor):
             seed=int.from_bytes(hashlib.sha256(f"practice {trainer.seed}".encode()).digest()[:4], "little"),
         )
         self._length = prompts.longest + rl.max_new_tokens
-        self._judge = Judge(
+        self._judge = RewardComputer(
             rl.rewards,
             running,
             timeout_s=rl.reward_timeout_s,

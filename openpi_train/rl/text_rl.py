@@ -11,7 +11,7 @@ from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_shapes
 from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_rows import row_spec_of
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import LARGEST_INT32, LEAST_TEMPERATURE, MAX_STOP_IDS
@@ -160,7 +160,7 @@ class TextRL(RLConfig):
             **units,
         )
 
-    def actor(self, running: Running, data: Any) -> Actor:
+    def actor(self, running: EvaluationContext, data: Any) -> Actor:
         from openpi_train.rl.text_actor import TextActor  # which imports this module
 
         return TextActor(self, running, self.prompts(data, running.data))

@@ -111,7 +111,7 @@ def kind_for(error: BaseException, kind: type[RunError]) -> type[RunError]:
     return StorageError if any(map(passes, causes(error))) else kind
 
 
-class Together:
+class ErrorCollector:
     """Errors that are told together: `with together:` around each check, then `raise_all()`."""
 
     def __init__(self):

@@ -106,7 +106,7 @@ class NoiseSchedule:
             )
         return (np.arange(num_steps, dtype=np.int32) * (self.num_train_timesteps // num_steps))[::-1]
 
-    def ddpm(self, num_steps: int) -> "Walk":
+    def ddpm(self, num_steps: int) -> "SamplerCoefficients":
         """DDPM's walk from noise to actions in `num_steps` steps; each except the last adds noise again."""
         kept, before, back = self._kept(num_steps)
         ratio = kept / before
@@ -114,7 +114,7 @@ class NoiseSchedule:
         clean, noisy = np.sqrt(before) * (1 - ratio) / (1 - kept), np.sqrt(ratio) * (1 - before) / (1 - kept)
         return self._walk(num_steps, kept, clean, noisy, np.zeros_like(kept), np.sqrt(variance))
 
-    def ddim(self, num_steps: int) -> "Walk":
+    def ddim(self, num_steps: int) -> "SamplerCoefficients":
         """DDIM's walk: deterministic, along the line given by the current estimates of actions and noise."""
         kept, before, _ = self._kept(num_steps)
         zeros = np.zeros_like(kept)
@@ -127,7 +127,7 @@ class NoiseSchedule:
         kept = self.alphas_cumprod
         return kept[steps], np.where(back >= 0, kept[np.maximum(back, 0)], 1.0), np.where(steps > 0, back, -1)
 
-    def _walk(self, num_steps: int, kept: np.ndarray, *factors: np.ndarray) -> "Walk":
+    def _walk(self, num_steps: int, kept: np.ndarray, *factors: np.ndarray) -> "SamplerCoefficients":
         signal, spread = np.sqrt(kept), np.sqrt(1 - kept)
         match self.prediction_type:
             case "epsilon":
@@ -138,11 +138,11 @@ class NoiseSchedule:
                 estimate = [signal, -spread, spread, signal]
         limit = self.clip_sample_range if self.clip_sample else None
         table = np.stack([*estimate, *factors], axis=1)
-        return Walk(steps=self.steps(num_steps), table=table, limit=limit)
+        return SamplerCoefficients(steps=self.steps(num_steps), table=table, limit=limit)
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class SamplerCoefficients:
     """The steps of a sampler, each linear in the noisy actions and the prediction except for clipping.
 
     Columns of `table` [steps, 8] are coefficients: of the noisy actions and the prediction in the estimate of the

@@ -35,7 +35,7 @@ from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.connection import Connection, ConnectionSlots
 from openpi_train.serve.limits import Limits
-from openpi_train.serve.measures import Measures
+from openpi_train.serve.serve_metrics import Measures
 
 logger = logging.getLogger(__name__)
 

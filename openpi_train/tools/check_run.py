@@ -16,7 +16,7 @@ from openpi_train.data.robot.opened import open_windows
 from openpi_train.experiment import Experiment
 from openpi_train.runtime import agree, selftest
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.runtime.exits import DataError, NumbersError, Together, UsageError
+from openpi_train.runtime.exits import DataError, ErrorCollector, NumbersError, UsageError
 from openpi_train.runtime.world import World
 from openpi_train.tools import check_host
 from openpi_train.tools.check_host import CheckResult, fail, ok, warn
@@ -77,7 +77,7 @@ def needs(experiment: Experiment, world: World) -> Iterator[CheckResult]:
         yield fail("memory", str(error), "as it says; `--dry-run` shows the same")
     except DataError:
         yield warn("memory", "not planned: the data cannot be opened", "see `dataset`, then run doctor again")
-    wrong = Together()
+    wrong = ErrorCollector()
     check_files(experiment, settling.fitted, wrong)
     for error in wrong.errors:
         yield fail("start", str(error), "as it says; a run would end here too")
@@ -89,7 +89,7 @@ def data(experiment: Experiment) -> Iterator[CheckResult]:
     """Check that the experiment's datasets exist and are indexed, and that its norm stats exist and are valid."""
     config, ready = experiment.data, True
     if not isinstance(config, DataConfig):
-        wrong = Together()
+        wrong = ErrorCollector()
         notes = examine_data(experiment, wrong)
         for error in wrong.errors:
             yield fail("dataset", str(error), "as it says; a run would end here too")

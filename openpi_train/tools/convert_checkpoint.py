@@ -27,9 +27,9 @@ from openpi_train.data.robot.config import DataConfig
 from openpi_train.data.robot.normalize import norm_stats_json, read_norm_stats
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
-from openpi_train.interop import checkpoint_hub, openpi, ours
-from openpi_train.interop.accounting import account
+from openpi_train.interop import checkpoint_hub, native_format, openpi
 from openpi_train.interop.lora_merge import merged_lora
+from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.robot_actions import check_action_dims, openpis_transforms
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
@@ -38,7 +38,7 @@ from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.runtime.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.runtime.versions import package_versions
-from openpi_train.tools.draft import check_draft, check_target, drafted, told_as
+from openpi_train.tools.atomic_output import check_draft, check_target, drafted, told_as
 from openpi_train.tools.requests import ConvertRequest
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def _recorded(request: ConvertRequest) -> Mapping[str, Any] | None:
     if request.source_format not in (None, "ours"):
         return None
     place = checkpoint_formats.open_place(request.source)
-    return ours.recorded_experiment(place)[0] if ours.recognises(place) else None
+    return native_format.recorded_experiment(place)[0] if native_format.recognises(place) else None
 
 
 def _push(conversion: "CheckpointConversion") -> str:

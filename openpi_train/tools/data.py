@@ -117,7 +117,7 @@ class Collect(DataRequest):
     def run(self, experiment: "Experiment | None") -> None:
         import jax
 
-        from openpi_train.envs.named import environment
+        from openpi_train.envs.named_envs import environment
         from openpi_train.tools.collect import collect
 
         # As for `prepare`.

@@ -25,13 +25,13 @@ from openpi_train.data.text.text_data import TextData
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.ensembling import Ensembled
 from openpi_train.envs.env import Env, NoEnv
-from openpi_train.envs.named import environment
+from openpi_train.envs.named_envs import environment
 from openpi_train.envs.rollout import Policy as EnvPolicy
 from openpi_train.envs.video import VideoRecorder
 from openpi_train.evaluation.closed_loop_success import write_score
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
-from openpi_train.launch import ahead_of_start
+from openpi_train.launch import preflight
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.loading import choose_dataset, load_policy
 from openpi_train.policy.policy import Policy
@@ -53,7 +53,7 @@ _NOTHING_OF_TEXTS = EvaluateTextRequest()
 def main(request: EvaluateRequest, texts: EvaluateTextRequest, process: ProcessFlags) -> int:
     """Evaluate, write the results, and print the tables. Every process of the run must call it."""
     logs.configure(0)
-    if ahead_of_start.devices() is not None:
+    if preflight.devices() is not None:
         return check_ahead(request)
     world = find_world(process, os.environ)
     logs.configure(world.process_index)

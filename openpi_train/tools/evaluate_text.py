@@ -17,7 +17,7 @@ from openpi_train.data.core.files import write_json
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.held_out_loss import HeldOutLoss
-from openpi_train.evaluation.measure import Evaluated, Running
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext
 from openpi_train.evaluation.text_evaluations import TextEvaluations
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
@@ -146,7 +146,7 @@ def run(
         seed=experiment.seed,
     )
     with jax.set_mesh(plan.real_mesh):
-        running = Running(
+        running = EvaluationContext(
             trainer=trainer,
             data=data,
             held_out=data.held_out(config.num_rows, experiment.batch_size, plan.batch),
@@ -164,7 +164,7 @@ def run(
     return folder
 
 
-def _measured(running: Running, config: TextEvaluations, evaluated: Evaluated) -> dict[str, float]:
+def _measured(running: EvaluationContext, config: TextEvaluations, evaluated: Evaluated) -> dict[str, float]:
     values = {}
     # An objective of own rollouts has no loss on held-out texts; their perplexity is measured in any case.
     losses = [] if running.trainer.objective.learns_from_rollouts else [HeldOutLoss(running)]

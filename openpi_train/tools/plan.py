@@ -3,7 +3,7 @@
 State is exact (abstract evaluation), FLOPs are counted in the traced step, activations are estimated from it, traffic
 follows the strategies' formulas over the links. XLA's GPU compiler, where it is installed, says whether the recommended
 candidate fits; else the next one is recommended, as a run takes it.
-Nothing is allocated. Read next: `planning/forecast.py`, `ahead.py`, `plan_text.py`.
+Nothing is allocated. Read next: `planning/forecast.py`, `compiled_memory.py`, `plan_text.py`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, fo
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, KINDS, DeviceKind, find_kind, product_rate
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan_text
+from openpi_train.tools import compiled_memory, gpu_programs, gpu_step, gpu_text, plan_text
 from openpi_train.training.settling import Settling
 
 
@@ -68,13 +68,13 @@ def main(
     kinds = KINDS_OF_TARGETS if compiler == "gpu" or compile_all else KINDS
     machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency, kinds)
     compiler = _compiler(compiler, compile_all, machine, experiment)
-    ahead.imitate(num_devices, experiment.sharding.tensor_devices)
+    compiled_memory.imitate(num_devices, experiment.sharding.tensor_devices)
     report = make_report(experiment, machine)
     if as_text:
         print(plan_text.tables(report), flush=True)
     compiled, accounts, chosen = None, [], report.recommended
     if compiler == "cpu" and chosen is not None:
-        compiled = ahead.compile_step(report.experiment, chosen)
+        compiled = compiled_memory.compile_step(report.experiment, chosen)
         if as_text:
             print("\n" + plan_text.compiled(compiled, chosen))
     if compiler == "gpu" and chosen is not None:
@@ -218,7 +218,7 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
 
 
 def _as_json(
-    report: Report, compiled: ahead.Compiled | None, accounts: Sequence[tuple[Forecast, GpuAccount]]
+    report: Report, compiled: compiled_memory.Compiled | None, accounts: Sequence[tuple[Forecast, GpuAccount]]
 ) -> dict[str, Any]:
     machine, chosen = report.machine, report.recommended
     return {

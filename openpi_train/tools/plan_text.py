@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.device_kinds import GIB
-from openpi_train.tools.ahead import Compiled
+from openpi_train.tools.compiled_memory import Compiled
 
 if TYPE_CHECKING:
     from openpi_train.tools.plan import Report
@@ -72,7 +72,7 @@ def compiled(found: Compiled, chosen: Forecast) -> str:
         f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations "
         f"{found.forecast_bytes / GIB:.2f}).\n"
         "XLA for CPUs widens much of bfloat16 to float32, has no fused attention, and its layers are in a loop: a "
-        f"GPU's own program needs less. Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
+        f"GPU's own program needs less. ErrorCollector {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
     )
 
 

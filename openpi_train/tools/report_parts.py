@@ -21,7 +21,7 @@ from openpi_train.former_names import present_metrics
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
 from openpi_train.policy.experiment_json import experiment_from_json
-from openpi_train.rl.shown import ROLLOUTS
+from openpi_train.rl.rollout_samples import ROLLOUTS
 from openpi_train.runtime.exits import RunError
 from openpi_train.runtime.waiting import duration
 from openpi_train.tools import figures

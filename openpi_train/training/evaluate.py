@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from openpi_train.evaluation.held_out_loss import HeldOutLoss
-from openpi_train.evaluation.measure import Evaluated, Evaluations, Running
+from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Evaluations
 from openpi_train.parallel.params import Params
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import ON_HOST, Plan
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Evaluator:
     """Evaluates the states of a run. Every process must call it, at the same steps."""
 
-    def __init__(self, running: Running, evaluations: Evaluations):
+    def __init__(self, running: EvaluationContext, evaluations: Evaluations):
         """Raises UsageError if something cannot be measured for this run."""
         self._plan: Plan = running.trainer.plan
         self._measures = [HeldOutLoss(running), *evaluations.measures(running)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from openpi_train.interop.accounting import account
+from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.stored_leaves import Leaves, place
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.optim import LossScaling

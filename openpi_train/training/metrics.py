@@ -40,7 +40,7 @@ class Writer(Protocol):
         ...
 
 
-class Metrics:
+class MetricWriters:
     """The run's metric writers; on every process but 0 it does nothing.
 
     Args:

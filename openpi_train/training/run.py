@@ -34,7 +34,7 @@ from openpi_train.training.evaluate import Evaluator
 from openpi_train.training.goodput import Goodput
 from openpi_train.training.init import StateLayout
 from openpi_train.training.iterations import write_iterations
-from openpi_train.training.metrics import Metrics
+from openpi_train.training.metrics import MetricWriters
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.program import Programs
 from openpi_train.training.progress_report import ProgressReport
@@ -67,7 +67,7 @@ class Run:
     recorder: Recorder
     evaluator: Evaluator
     checkpoints: Checkpoints
-    metrics: Metrics
+    metrics: MetricWriters
     progress: ProgressReport
     profiler: Profiler
     history: list[dict[str, Any]]

@@ -12,7 +12,7 @@ computed once, when it is first asked for:
     chosen       the best of them
     prepared     the experiment as it runs, with its step, its state's layout and its memory
 
-Read next: `prepare.py`, which traces what is forecast; `start.py`, `rehearsal.py` and `tools/plan.py`, which read it.
+Read next: `prepare.py`, which traces what is forecast; `start.py`, `dry_run.py` and `tools/plan.py`, which read it.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from openpi_train.planning.memory import Memory, require
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import GIB, kind_of
 from openpi_train.runtime.device_limits import memory_bytes, total_bytes
-from openpi_train.runtime.exits import DataError, Together
+from openpi_train.runtime.exits import DataError, ErrorCollector
 from openpi_train.runtime.phases import phase
 from openpi_train.runtime.world import World
 from openpi_train.training.init import StateLayout
@@ -282,7 +282,7 @@ class Settling:
         `on_devices` also raises what is wrong on these devices; a run that is refused otherwise is not planned on them.
         Without `looks_at_data` the data are only looked at if something is wrong: else they are opened.
         """
-        together = Together()
+        together = ErrorCollector()
         with together:
             self.fitted.check(self.machine.num_devices)
         with together:
@@ -333,7 +333,7 @@ def open_in_turn(experiment: Experiment) -> OpenedData:
     """
     limit_s = experiment.timeouts.data_s
     with phase("opening the data", least_s=limit_s), agree.process_0_first("has opened the data", limit_s):
-        together, data = Together(), None
+        together, data = ErrorCollector(), None
         with together:
             data = experiment.open_data()
         if data is None:

@@ -20,7 +20,7 @@ from openpi_train.data.core.feed import differences, rows_of
 from openpi_train.data.core.files import write_json
 from openpi_train.data.core.interface import Feed, OpenedData
 from openpi_train.data.core.tuning import usable_cores
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
@@ -41,7 +41,7 @@ from openpi_train.training.fitting import fitted
 from openpi_train.training.goodput import Goodput, read_longest
 from openpi_train.training.init import StateLayout, create_state, read_state
 from openpi_train.training.loop import train
-from openpi_train.training.metrics import Metrics, read_evaluations
+from openpi_train.training.metrics import MetricWriters, read_evaluations
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
@@ -260,11 +260,11 @@ def make_evaluator(experiment: Experiment, trainer: Trainer, data: OpenedData, d
 
 def running_of(
     experiment: Experiment, trainer: Trainer, data: OpenedData, directory: Path, *, with_rows: bool = False
-) -> Running:
+) -> EvaluationContext:
     """The run as measures and actors see it, with its held-out rows if asked; of own rollouts there are none."""
     with_rows &= experiment.rl is None
     rows = data.held_out(experiment.eval.num_rows, experiment.batch_size, trainer.plan.batch) if with_rows else []
-    return Running(
+    return EvaluationContext(
         trainer=trainer,
         data=data,
         held_out=rows,
@@ -301,11 +301,11 @@ def make_metrics(
     state: TrainState,
     meta: Mapping[str, Any],
     num_samples: int,
-) -> Metrics:
+) -> MetricWriters:
     """The writers that the experiment requests; `num_samples` are those of an epoch."""
     size, step = experiment.batch_size, int(state.step)
     rows = rows_of({"step": step, "batch_size": size, **feed.position()})
-    return Metrics(
+    return MetricWriters(
         directory,
         process_index=jax.process_index(),
         resume_step=step,

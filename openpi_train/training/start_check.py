@@ -21,7 +21,7 @@ from openpi_train.planning.memory import Memory, require_host
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, kind_of
 from openpi_train.runtime.device_limits import host_bytes_per_device
-from openpi_train.runtime.exits import CheckpointError, DataError, Together, UsageError, reported_as
+from openpi_train.runtime.exits import CheckpointError, DataError, ErrorCollector, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.flow import FlowSampler
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _NOTABLE = 0.02
 
 
-def check_files(given: Experiment, experiment: Experiment, together: Together) -> None:
+def check_files(given: Experiment, experiment: Experiment, together: ErrorCollector) -> None:
     """Keep what is wrong with packages and start weights of `given`, as `experiment`."""
     with together:
         require_writers(tensorboard=experiment.tensorboard, wandb=experiment.wandb_enabled)
@@ -49,7 +49,7 @@ def check_files(given: Experiment, experiment: Experiment, together: Together) -
             check_start_weights(experiment)
 
 
-def examine_data(experiment: Experiment, together: Together) -> list[str]:
+def examine_data(experiment: Experiment, together: ErrorCollector) -> list[str]:
     """Keep what is soon found wrong with the data; returns what was not looked at."""
     with together, reported_as(DataError):
         return experiment.data.examine(experiment.model)

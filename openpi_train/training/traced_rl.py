@@ -16,9 +16,9 @@ from openpi_train.planning.estimate import peak_bytes
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.generation import token_flops, token_step_bytes
 from openpi_train.planning.rollout_cost import RolloutCost, TokenSteps
-from openpi_train.rl.recorded import NeededScores, scores_of
 from openpi_train.rl.robot_query import query
 from openpi_train.rl.robot_rl import RobotRL
+from openpi_train.rl.rollout_log_probs import NeededScores, scores_of
 from openpi_train.rl.text_rl import TextRL
 from openpi_train.sampling.action_distribution import ActionDistribution
 

@@ -23,12 +23,12 @@ fcntl.flock = flock
 from openpi_train.runtime.exits import RunError
 from openpi_train.training import run_lock
 from openpi_train.checkpoints.step_dirs import StepDirs
-from openpi_train.training.metrics import Metrics
+from openpi_train.training.metrics import MetricWriters
 run_lock.hold(directory)
 dirs = StepDirs(directory, keep_last=1, keep_period=None)
 metrics = []
 deeds = {
-    "open": lambda: metrics.append(Metrics(directory, process_index=0, resume_step=3)),
+    "open": lambda: metrics.append(MetricWriters(directory, process_index=0, resume_step=3)),
     "log": lambda: metrics[0].log(int(sys.argv[3]), {"loss": 1.0}),
     "commit": lambda: dirs.commit(7),
     "link and delete": lambda: dirs.note_complete(5),

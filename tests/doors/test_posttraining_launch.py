@@ -6,7 +6,7 @@ import pytest
 from launch.test_forms import run_distributed
 
 from openpi_train.doors.posttraining import posttraining_launch
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 from openpi_train.launch.spec import LaunchError
 
 HOSTS = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr 192.168.1.100 --master_port 29500"
@@ -61,8 +61,8 @@ def config(tmp_path, monkeypatch):
 )
 def test_a_command_of_the_guide_is_one_of_launch(command, same, monkeypatch, config):
     started = []
-    monkeypatch.setattr(forms, "main", lambda words: started.append(words) or 0)
-    options, arguments = forms.split_arguments(shlex.split(command))
+    monkeypatch.setattr(launchers, "main", lambda words: started.append(words) or 0)
+    options, arguments = launchers.split_arguments(shlex.split(command))
     assert posttraining_launch.is_meant(options)
     assert posttraining_launch.main(options, arguments) == 0
     assert started == [shlex.split(same)]
@@ -70,7 +70,7 @@ def test_a_command_of_the_guide_is_one_of_launch(command, same, monkeypatch, con
 
 def test_arguments_after_two_dashes_are_passed_on(monkeypatch, config):
     started = []
-    monkeypatch.setattr(forms, "main", lambda words: started.append(words) or 0)
+    monkeypatch.setattr(launchers, "main", lambda words: started.append(words) or 0)
     assert posttraining_launch.main(["--config=c.yaml"], ["--seed", "1"]) == 0
     assert started[0][-2:] == ["--seed", "1"]
     assert posttraining_launch.is_meant(["--config=c.yaml"])

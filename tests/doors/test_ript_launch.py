@@ -7,7 +7,7 @@ from launch.test_forms import script
 
 from openpi_train import faults
 from openpi_train.doors.ript import ript_launch
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 
 CONFIG = "pi0/ript/config/distributed_train_pi0.yaml"
 DEBUG = "pi0/ript/config/debug_distributed_train.yaml"
@@ -29,7 +29,7 @@ def started(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     told = []
-    monkeypatch.setattr(forms, "main", lambda words: told.append(words) or 0)
+    monkeypatch.setattr(launchers, "main", lambda words: told.append(words) or 0)
     return told
 
 

@@ -9,7 +9,7 @@ from vla_project import write_vla_project
 from openpi_train import cli, train_verbs
 from openpi_train.doors.vla import vla_launch
 from openpi_train.elastic import adapt
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 
 CONFIG = "configs/vla_config.yaml"
 BEST = "experiments/paligemma_vla_finetune_20241201_120000/checkpoints/best_model.pth"
@@ -20,7 +20,7 @@ def started(tmp_path, monkeypatch):
     """What `launch` was told, and the experiments of the processes, in the trainer's folder."""
     monkeypatch.chdir(write_vla_project(tmp_path))
     told, runs = [], []
-    monkeypatch.setattr(forms, "main", lambda words: told.append(words) or 0)
+    monkeypatch.setattr(launchers, "main", lambda words: told.append(words) or 0)
     monkeypatch.setattr(train_verbs, "_run", lambda experiment, process: runs.append(experiment) or 0)
     return told, runs
 

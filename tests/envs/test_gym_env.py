@@ -9,7 +9,7 @@ import pytest
 
 from openpi_train.envs.gym_env import GymEnv
 from openpi_train.envs.in_processes import ProcessEnv
-from openpi_train.envs.named import environment
+from openpi_train.envs.named_envs import environment
 from openpi_train.envs.rollout import rollout
 from openpi_train.runtime.exits import UsageError
 

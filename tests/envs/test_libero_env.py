@@ -9,9 +9,9 @@ import libero_stand_in
 import numpy as np
 import pytest
 
-from openpi_train.envs import leased, libero_env
+from openpi_train.envs import env_pool, libero_env
 from openpi_train.envs.libero_env import LiberoEnv, axis_angle
-from openpi_train.envs.named import environment
+from openpi_train.envs.named_envs import environment
 from openpi_train.robots.libero import Libero
 from openpi_train.runtime.exits import UsageError
 
@@ -21,7 +21,7 @@ KEYS, TASKS = jax.random.split(jax.random.key(0), 8), np.array([0, 1] * 4)
 def forget():
     for cached in (libero_env._tasks, libero_env._benchmark, libero_env._published_states):
         cached.cache_clear()
-    leased.forget_idle()
+    env_pool.forget_idle()
     libero_stand_in.forget()
 
 

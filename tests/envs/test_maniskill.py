@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from openpi_train import keys as row_randomness
-from openpi_train.envs import gym_env, leased, maniskill
-from openpi_train.envs.named import environment
+from openpi_train.envs import env_pool, gym_env, maniskill
+from openpi_train.envs.named_envs import environment
 from openpi_train.envs.rollout import rollout
 from openpi_train.runtime.exits import UsageError
 
@@ -20,7 +20,7 @@ KEYS, TASKS = jax.random.split(jax.random.key(0), 3), np.zeros(3, int)
 
 def forget():
     gym_env._sizes.cache_clear()
-    leased.forget_idle()
+    env_pool.forget_idle()
     gymnasium.registry.pop("PickCube-v1", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mani_skill"]:
         del sys.modules[name]

@@ -11,7 +11,7 @@ pytest.importorskip("metaworld", reason="Meta-World is not installed: pip instal
 from openpi_train import keys as row_randomness
 from openpi_train.envs import metaworld_env, metaworld_render
 from openpi_train.envs.metaworld_env import MetaWorldEnv, with_all_tasks
-from openpi_train.envs.named import environment
+from openpi_train.envs.named_envs import environment
 from openpi_train.envs.rollout import rollout
 from openpi_train.robots.metaworld import MetaWorld
 

@@ -12,7 +12,7 @@ from exchanged import LORA, STATS, TINY, as_stored, made_up, tiny, training_stat
 
 from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
-from openpi_train.interop import openpi, ours
+from openpi_train.interop import native_format, openpi
 from openpi_train.interop.openpi import state_leaves
 from openpi_train.interop.orbax_item import save_item
 from openpi_train.models.pi0_fast import Pi0FastConfig
@@ -320,7 +320,7 @@ def test_a_disk_that_fills_up_leaves_nothing(good, tmp_path, monkeypatch):
 def test_a_disk_that_keeps_other_values_is_found_out(good, tmp_path, monkeypatch):
     def write_otherwise(stored, model):
         changed = {**stored.params, KEY: stored.params[KEY].map(lambda value: value + 1)}
-        return lambda directory: ours.write(directory, dataclasses.replace(stored, params=changed), model)
+        return lambda directory: native_format.write(directory, dataclasses.replace(stored, params=changed), model)
 
     forms = tuple(dataclasses.replace(form, prepare=write_otherwise) for form in checkpoint_formats.formats())
     monkeypatch.setattr(checkpoint_formats, "formats", lambda: forms)
@@ -329,12 +329,12 @@ def test_a_disk_that_keeps_other_values_is_found_out(good, tmp_path, monkeypatch
 
 def test_a_run_of_ours_with_another_model(tmp_path):
     stored = as_stored(made_up(), experiment={"name": "debug", "model": {"vocab_size": 32, "action_dim": 8}})
-    ours.write(tmp_path / "5", stored, None)
+    native_format.write(tmp_path / "5", stored, None)
     assert "model.action_dim: the run has 8, given 7" in refused(tmp_path / "5", tmp_path / "out")
 
 
 def test_a_flipped_byte_in_ours(tmp_path):
-    ours.write(tmp_path / "5", as_stored(made_up()), None)
+    native_format.write(tmp_path / "5", as_stored(made_up()), None)
     path = max((tmp_path / "5/params").rglob("d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -356,7 +356,7 @@ def test_a_training_state_that_lacks_a_moment(tmp_path, monkeypatch):
 
     def lose(stored, model):
         state = {name: leaf for name, leaf in stored.train_state.items() if name != lost}
-        return lambda directory: ours.write(directory, dataclasses.replace(stored, train_state=state), model)
+        return lambda directory: native_format.write(directory, dataclasses.replace(stored, train_state=state), model)
 
     forms = tuple(dataclasses.replace(form, prepare=lose) for form in checkpoint_formats.formats())
     monkeypatch.setattr(checkpoint_formats, "formats", lambda: forms)

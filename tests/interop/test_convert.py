@@ -16,11 +16,11 @@ from openpi_train import cli
 from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.checkpoints.parity import compare_outputs
 from openpi_train.fields import as_json
-from openpi_train.interop import openpi, ours
+from openpi_train.interop import native_format, openpi
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.tools.atomic_output import drafted, told_as
 from openpi_train.tools.convert_checkpoint import plan
-from openpi_train.tools.draft import drafted, told_as
 from openpi_train.tools.requests import ConvertRequest
 
 
@@ -130,7 +130,7 @@ def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
     file.write_text("from exchanged import TINY as mine\n")
     stored = as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment))))
     stored.experiment["model"]["used_token_len"] = 8  # as a run recorded it until 2026-11-23
-    ours.write(tmp_path / "5", stored, None)
+    native_format.write(tmp_path / "5", stored, None)
     words = ["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--experiment", f"{file}:mine"]
     assert cli.run([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -152,7 +152,9 @@ def test_the_command_line_knows_a_run_of_ours(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_with_model_flags_of_its_own_says_whose_model_it_is(tmp_path, capsys):
     experiment = dataclasses.replace(TINY, name="of_a_file_of_the_users")
-    ours.write(tmp_path / "5", as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment)))), None)
+    native_format.write(
+        tmp_path / "5", as_stored(made_up(), experiment=json.loads(json.dumps(as_json(experiment)))), None
+    )
     assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--dry-run"]) == 0
     assert "(ours): 50 parameters" in capsys.readouterr().out
 
@@ -163,7 +165,7 @@ def test_a_diffusion_policy_is_converted_with_its_norm_stats(tmp_path):
     wide = {"mean": [0.0] * 14, "std": [1.0] * 14, "q01": [0.0] * 14, "q99": [1.0] * 14}
     stored = as_stored(made_up(experiment), experiment=json.loads(json.dumps(as_json(experiment))))
     stats = {"arms": {"norm_stats": {"state": wide, "actions": wide}}}
-    ours.write(tmp_path / "5", dataclasses.replace(stored, norm_stats=stats), None)
+    native_format.write(tmp_path / "5", dataclasses.replace(stored, norm_stats=stats), None)
     assert cli.run(["convert", str(tmp_path / "5"), str(tmp_path / "out"), "--no-outputs"]) == 0
     assert open_checkpoint(tmp_path / "out").norm_stats.keys() == {"arms"}
 

@@ -14,7 +14,7 @@ from golden_case import GOLDEN, golden_config, read_meta, read_npz
 
 from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
-from openpi_train.interop import openpi, ours
+from openpi_train.interop import native_format, openpi
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.models.act import ActConfig
@@ -152,7 +152,7 @@ def test_a_training_state_goes_from_openpi_to_ours_and_back_bit_for_bit(trained,
     first = open_checkpoint(tmp_path / "5", config)
     same_leaves(first.params, trained.params)
     same_leaves(first.train_state, trained.train_state)
-    ours.write(tmp_path / "ours", first, config)
+    native_format.write(tmp_path / "ours", first, config)
     between = open_checkpoint(tmp_path / "ours", config)
     assert between.format == "ours"
     openpi.write(tmp_path / "again", between)

@@ -21,7 +21,7 @@ from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.robot.tokens import tokens_fingerprint
 from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
 from openpi_train.data.tokenizers.tokenizer import BYTES, load_tokenizer, train_tokenizer
-from openpi_train.interop import openpi, orbax_item, ours, place, stored_leaves
+from openpi_train.interop import native_format, openpi, orbax_item, place, stored_leaves
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.interop.stored_leaves import in_memory
 from openpi_train.models.pi0_fast import Pi0FastConfig
@@ -144,7 +144,7 @@ def test_a_training_state_that_a_form_cannot_hold_is_left_out_and_told(saved, tm
 def test_a_loss_scale_goes_to_no_other_form(saved, tmp_path):
     source = open_checkpoint(saved)
     scale = {"scale/factor": in_memory(np.float32(1024)), "scale/good_steps": in_memory(np.int32(3))}
-    ours.write(tmp_path / "ours", as_stored(PARAMS, train_state={**source.train_state, **scale}), TINY.model)
+    native_format.write(tmp_path / "ours", as_stored(PARAMS, train_state={**source.train_state, **scale}), TINY.model)
     result = open_checkpoint(convert(tmp_path / "ours", tmp_path / "6"))
     assert result.train_state.keys() == source.train_state.keys()
     told = json.loads((tmp_path / "6/parity.json").read_text())
@@ -170,7 +170,7 @@ def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkey
 
     def write_otherwise(opened, model):
         state = {**opened.train_state, moment: opened.train_state[moment].map(lambda value: value + 1)}
-        return lambda directory: ours.write(directory, dataclasses.replace(opened, train_state=state), model)
+        return lambda directory: native_format.write(directory, dataclasses.replace(opened, train_state=state), model)
 
     forms = tuple(dataclasses.replace(one, prepare=write_otherwise) for one in checkpoint_formats.formats())
     monkeypatch.setattr(checkpoint_formats, "formats", lambda: forms)
@@ -181,7 +181,7 @@ def test_a_moment_that_reads_back_otherwise_is_found_out(saved, tmp_path, monkey
 @pytest.mark.parametrize("where", ["numbers", "description"])
 @pytest.mark.slow
 def test_a_flipped_byte_in_a_training_state_of_ours_is_found(saved, tmp_path, where):
-    ours.write(tmp_path / "5", open_checkpoint(saved), TINY.model)
+    native_format.write(tmp_path / "5", open_checkpoint(saved), TINY.model)
     # A file of the store holds numbers of some arrays and the JSON that describes others.
     files = {path: path.read_bytes() for path in (tmp_path / "5/train_state").rglob("d/*")}
     described = {path: content for path, content in files.items() if b'"zarr_format"' in content}
@@ -200,7 +200,7 @@ from exchanged import TINY
 from openpi_train.interop import ours
 from openpi_train.tools.convert_checkpoint import plan
 from openpi_train.tools.requests import ConvertRequest
-ours.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # when all arrays are written
+native_format.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # when all arrays are written
 plan(ConvertRequest(source=sys.argv[1], target=Path(sys.argv[2]), outputs=False), TINY).run()
 """
 
@@ -263,7 +263,7 @@ def test_weights_of_another_tokenizer_are_refused_with_both_fingerprints(tmp_pat
     )
     assert mine != other and mine == load_tokenizer(BYTES).fingerprint
     opened = as_stored(PARAMS, tokenizer=mine)
-    ours.write(tmp_path / "run/5", opened, None)
+    native_format.write(tmp_path / "run/5", opened, None)
     loader = CheckpointWeightLoader(params_path=str(tmp_path / "run/5/params"))
     assert loader.tokenizer() == mine
     assert open_checkpoint(convert(tmp_path / "run/5", tmp_path / "again", target_format="ours")).tokenizer == mine

@@ -20,7 +20,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from runs.command import ROOT, environment, places
 from small_runs import SMALL
 
-from openpi_train.launch import forms, kubernetes
+from openpi_train.launch import kubernetes, launchers
 from openpi_train.launch.kubernetes import Kubernetes, manifest
 from openpi_train.launch.processes import free_port
 from openpi_train.launch.spec import LaunchError
@@ -191,7 +191,7 @@ def test_every_option_is_in_the_manifest(capsys):
         --pvc data:/data --cpus 64 --memory 512Gi --env A=b=c --node-selector kind=h100 --service-account trainer
         --shared-memory-gib 64 --max-restarts 3 --grace-s 300 --form job --image-pull-secret registry --fs-group 1000
         --run-as-user 2000"""
-    assert forms.main(["kubernetes", *options.split(), "--", *RUN]) == 0
+    assert launchers.main(["kubernetes", *options.split(), "--", *RUN]) == 0
     secret, service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert {document["metadata"]["namespace"] for document in (secret, service, job)} == {"robots"}
     assert [port["port"] for port in service["spec"]["ports"]] == [4000]
@@ -297,7 +297,7 @@ def test_a_verb_runs_in_pods_too():
 
 def test_the_command_prints_the_manifest_as_yaml(capsys, monkeypatch):
     monkeypatch.setattr(kubernetes.secrets, "token_hex", lambda size: "ab" * size)
-    assert forms.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
+    assert launchers.main(["kubernetes", *OPTIONS, "--", *RUN]) == 0
     out, err = capsys.readouterr()
     expected = Kubernetes(**{**vars(PLAIN), "claims": (("data", "/data"),)})
     assert list(yaml.safe_load_all(out)) == manifest(expected)
@@ -310,9 +310,9 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
     kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     out = tmp_path / "run.yaml"
-    assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
+    assert launchers.main(["kubernetes", *OPTIONS, "--out", str(out), "--dry-run", "--apply", "--", *RUN]) == 0
     assert not (tmp_path / "applied").exists()
-    assert forms.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, (
+    assert launchers.main(["kubernetes", *OPTIONS, "--out", str(out), "--apply", "--", *RUN]) == 7, (
         "kubectl's own exit code"
     )
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
@@ -322,19 +322,19 @@ def test_the_manifest_goes_to_a_file_and_to_kubectl(tmp_path, monkeypatch, capfd
 
 def test_without_kubectl_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert forms.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
+    assert launchers.main(["kubernetes", *OPTIONS, "--apply", "--", *RUN]) == 2
     assert "kubectl is not installed here; write the manifest with --out FILE" in capsys.readouterr().err
 
 
 def test_checkpoints_that_die_with_their_pod_are_warned_of(capsys):
-    assert forms.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
+    assert launchers.main(["kubernetes", *OPTIONS[:-2], "--", *RUN]) == 0
     assert "no --pvc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--pvc", "data"), ("--pvc", "data:relative"), ("--env", "=b")])
 def test_a_malformed_option_is_named(option, value, capsys):
     with pytest.raises(SystemExit):
-        forms.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
+        launchers.main(["kubernetes", *OPTIONS, option, value, "--", *RUN])
     assert option in capsys.readouterr().err
 
 
@@ -390,7 +390,7 @@ SECRETS = ("--env", "WANDB_API_KEY", "--env", "WANDB_MODE=online", "--env", "HF_
 
 
 def written(capsys, *options):
-    assert forms.main(["kubernetes", *OPTIONS, "--no-check", *options, "--", *RUN]) == 0
+    assert launchers.main(["kubernetes", *OPTIONS, "--no-check", *options, "--", *RUN]) == 0
     out, err = capsys.readouterr()
     documents = list(yaml.safe_load_all(out))
     return documents, documents[-1]["spec"]["template"]["spec"]["containers"][0]["env"], out, err
@@ -419,7 +419,7 @@ def test_a_secret_by_its_value_is_told(capsys):
 @pytest.mark.parametrize("words", [("--env", "=x"), ("--env", "A B"), ("--env", "RANK"), ("--env-secret", "No_Name")])
 def test_what_names_no_variable_and_no_secret_is_refused(words, capsys):
     with pytest.raises(SystemExit) as ending:
-        raise SystemExit(forms.main(["kubernetes", *OPTIONS, "--no-check", *words, "--", *RUN]))
+        raise SystemExit(launchers.main(["kubernetes", *OPTIONS, "--no-check", *words, "--", *RUN]))
     assert ending.value.code == 2 and words[0] in capsys.readouterr().err
 
 
@@ -443,5 +443,5 @@ def test_a_token_of_the_users_own_takes_its_place(capsys):
 
 def test_a_written_manifest_is_its_owners_alone(tmp_path):
     file = tmp_path / "run.yaml"
-    assert forms.main(["kubernetes", *OPTIONS, "--no-check", "--out", str(file), "--", *RUN]) == 0
+    assert launchers.main(["kubernetes", *OPTIONS, "--no-check", "--out", str(file), "--", *RUN]) == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -10,7 +10,7 @@ import pytest
 from launch.test_forms import EXPERIMENT, run_distributed
 
 from openpi_train.cli import VERBS
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 from openpi_train.launch.slurm import Slurm, resumed, script, time_limit_s
 from openpi_train.launch.spec import VERBS_WITHOUT_RUN, LaunchError
 from openpi_train.runtime.world import in_slurm_step
@@ -19,7 +19,7 @@ SMALL = ["slurm", "--nodes", "2", "--gpus-per-node", "4"]
 
 
 def dry_run(capsys, *options: str, arguments: list[str] = EXPERIMENT) -> str:
-    assert forms.main([*SMALL, *options, "--dry-run", *arguments]) == 0
+    assert launchers.main([*SMALL, *options, "--dry-run", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -103,7 +103,7 @@ def test_what_is_not_said_is_left_to_the_cluster(capsys):
 )
 def test_a_process_has_cores_for_its_gpus(capsys, options, cores):
     """One core, which clusters often give, would decode the pictures of a GPU."""
-    assert forms.main(["slurm", *options.split(), "--dry-run", *EXPERIMENT]) == 0
+    assert launchers.main(["slurm", *options.split(), "--dry-run", *EXPERIMENT]) == 0
     text = capsys.readouterr().out
     found = [header for header in headers(text) if "cpus-per-task" in header]
     assert found == ([] if cores is None else [f"--cpus-per-task={cores}"])
@@ -111,11 +111,11 @@ def test_a_process_has_cores_for_its_gpus(capsys, options, cores):
 
 
 def test_gpus_are_those_of_all_nodes_as_slurm_counts_them(capsys):
-    assert forms.main(["slurm", "--nodes", "2", "--gpus", "8", "--dry-run", *EXPERIMENT]) == 0
+    assert launchers.main(["slurm", "--nodes", "2", "--gpus", "8", "--dry-run", *EXPERIMENT]) == 0
     told = capsys.readouterr()
     assert "--gpus-per-node=4" in headers(told.out) and "--gpus 8 in all: 4 on each of 2 nodes" in told.err
     for words in ("--nodes 2 --gpus 5", "--nodes 2 --gpus 4 --gpus-per-node 4"):
-        assert forms.main(["slurm", *words.split(), "--dry-run", *EXPERIMENT]) == 2
+        assert launchers.main(["slurm", *words.split(), "--dry-run", *EXPERIMENT]) == 2
         assert "counts the GPUs of all 2 nodes together" in capsys.readouterr().err
 
 
@@ -187,25 +187,25 @@ def test_containers_see_the_working_folder_and_what_is_mounted(capsys):
     ],
 )
 def test_what_cannot_be_is_refused_with_code_2(options, message, capsys):
-    assert forms.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
+    assert launchers.main([*SMALL, *options, "--dry-run", *EXPERIMENT]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_nodes_without_a_number_of_processes_are_refused(capsys):
-    assert forms.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
+    assert launchers.main(["slurm", "--nodes", "2", "--dry-run", *EXPERIMENT]) == 2
     assert "say what each node runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["--overwrite", "--no-resume"])
 def test_a_job_that_would_move_its_own_run_aside_is_refused(word, capsys):
-    assert forms.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
+    assert launchers.main([*SMALL, "--dry-run", *EXPERIMENT, word]) == 2
     assert "would move its own run aside" in capsys.readouterr().err
 
 
 def test_a_job_that_would_go_back_again_is_refused_and_one_that_begins_elsewhere_is_not(capsys):
-    assert forms.main([*SMALL, "--dry-run", *EXPERIMENT, "--resume-from", "40"]) == 2
+    assert launchers.main([*SMALL, "--dry-run", *EXPERIMENT, "--resume-from", "40"]) == 2
     assert "--resume-from 40 cannot be used with Slurm" in capsys.readouterr().err
-    assert forms.main([*SMALL, "--dry-run", *EXPERIMENT, "--resume-from", "runs/debug/y"]) == 0
+    assert launchers.main([*SMALL, "--dry-run", *EXPERIMENT, "--resume-from", "runs/debug/y"]) == 0
     assert "--resume-from runs/debug/y --resume" in capsys.readouterr().out
 
 
@@ -235,11 +235,11 @@ def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
     options = [*SMALL, "--output-dir", str(tmp_path / "out")]
     file = tmp_path / "out" / "pi0_bridge_traj_tiny.sh"
     for _ in range(2):
-        assert forms.main([*options, *EXPERIMENT]) == 0
+        assert launchers.main([*options, *EXPERIMENT]) == 0
     assert capsys.readouterr().out == f"written: {file}\nsubmit it: sbatch {file}\n" * 2
     edited = file.read_text().replace("--nodes=2", "--nodes=3")
     file.write_text(edited)
-    assert forms.main([*options, *EXPERIMENT]) == 0
+    assert launchers.main([*options, *EXPERIMENT]) == 0
     (aside,) = set(file.parent.iterdir()) - {file}
     assert aside.read_text() == edited
     assert str(aside) in capsys.readouterr().out
@@ -248,7 +248,7 @@ def test_the_file_is_written_and_an_edited_one_moved_aside(capsys, tmp_path):
 
 def test_submitting_without_slurm_says_what_to_do(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert forms.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert launchers.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
     assert "submit" in (error := capsys.readouterr().err) and "from a login node" in error
 
 
@@ -256,7 +256,7 @@ def test_a_refusal_of_sbatch_is_shown(capsys, tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert forms.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
+    assert launchers.main([*SMALL, "--output-dir", str(tmp_path), "--submit", *EXPERIMENT]) == 2
     assert "invalid partition" in capsys.readouterr().err
 
 

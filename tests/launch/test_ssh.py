@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from openpi_train_configs.debug import debug
 
-from openpi_train.launch import forms, remote, ssh
-from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
+from openpi_train.launch import launchers, remote, ssh
 from openpi_train.launch.options import Here, PerNode
+from openpi_train.launch.preflight import SIZES_LINE, RunSizes
 from openpi_train.parallel.strategy import ShardingConfig
 from openpi_train.runtime.exits import UsageError
-from openpi_train.training.rehearsal import check_ahead
+from openpi_train.training.dry_run import check_ahead
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "debug", "--exp-name", "x"]
@@ -112,7 +112,7 @@ def is_running(pid: int) -> bool:
 
 def test_dry_run_prints_the_ssh_line_of_each_host_and_its_processes(capsys):
     options = ["ssh", "--hosts", "node1,ann@node2", "--gpus-per-node", "2", "--workdir", "/my work", "--dry-run"]
-    assert forms.main([*options, "--python", "/venv/bin/python", "--ssh-command", "ssh -i key", *EXPERIMENT]) == 0
+    assert launchers.main([*options, "--python", "/venv/bin/python", "--ssh-command", "ssh -i key", *EXPERIMENT]) == 0
     lines = capsys.readouterr().out.splitlines()
     far = "cd '\"'\"'/my work'\"'\"' && exec /venv/bin/python -m openpi_train.launch.remote"
     assert lines[0] == f"ssh -i key node1 '{far}'" and lines[3] == f"ssh -i key ann@node2 '{far}'"
@@ -123,7 +123,7 @@ def test_dry_run_prints_the_ssh_line_of_each_host_and_its_processes(capsys):
 def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
     (tmp_path / "hosts").write_text("# the good ones\nann@node1  # rack 3\n\nnode2\n")
     options = ["ssh", "--hosts-file", str(tmp_path / "hosts"), "--processes-per-node", "1", "--dry-run"]
-    assert forms.main([*options, *EXPERIMENT]) == 0
+    assert launchers.main([*options, *EXPERIMENT]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [word for line in lines for word in line.split() if word in ("ann@node1", "node2")] == ["ann@node1", "node2"]
     assert "MASTER_ADDR=node1 " in lines[1]
@@ -143,7 +143,7 @@ def test_hosts_are_read_from_a_file_with_comments(capsys, tmp_path):
     ],
 )
 def test_hosts_that_cannot_be_are_refused(words, message, capsys):
-    assert forms.main(["ssh", *words, "--processes-per-node", "1", *EXPERIMENT]) == 2
+    assert launchers.main(["ssh", *words, "--processes-per-node", "1", *EXPERIMENT]) == 2
     assert message in capsys.readouterr().err
 
 

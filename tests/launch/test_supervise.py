@@ -171,10 +171,10 @@ def launcher(child: str, folder: Path, *options: str, first: str = "") -> subpro
     """`launch local` of one process that runs the Python text `child`; the launcher itself runs `first`."""
     (folder / "openpi_train_child.py").write_text("import os, signal, sys, time\n" + child)
     driver = (
-        f"import sys\nfrom openpi_train.launch import forms, spec, supervise\n{first}\n"
+        f"import sys\nfrom openpi_train.launch import launchers, spec, supervise\n{first}\n"
         f"program = (sys.executable, {str(folder / 'openpi_train_child.py')!r})\n"
         "spec.LaunchSpec.__init__.__kwdefaults__['program'] = program\n"
-        "sys.exit(forms.main(sys.argv[1:]))\n"
+        "sys.exit(launchers.main(sys.argv[1:]))\n"
     )
     words = ["local", "--processes", "1", "--log-dir", str(folder / "output"), *options, "--", "x", "--overwrite"]
     return subprocess.Popen(

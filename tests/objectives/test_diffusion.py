@@ -24,7 +24,7 @@ from openpi_train.nn.augment import RandomCrop
 from openpi_train.objectives.diffusion import Diffusion
 from openpi_train.robots.robotwin import RoboTwin
 from openpi_train.sampling.action_sampler import Chain
-from openpi_train.sampling.noise_schedule import NoiseSchedule, Walk
+from openpi_train.sampling.noise_schedule import NoiseSchedule, SamplerCoefficients
 from openpi_train.types import ActionBatch, Observation, action_batch
 
 CROP = RandomCrop(height=given.CROP[0], width=given.CROP[1])
@@ -122,7 +122,7 @@ def test_losses_are_those_of_diffusion_policy(recorded, denoiser, prediction):
         assert float(loss(batch)) == pytest.approx(expected, rel=1e-6)
 
 
-class GivenWalk(Walk):
+class GivenWalk(SamplerCoefficients):
     """A walk with the recording's fresh noise."""
 
     def walk(self, predict, start, draw, keep=False):
@@ -271,7 +271,7 @@ def test_ddpm_draws_fresh_noise_for_each_row_and_step():
 
     class Watched(GivenNoise):
         def ddpm(self, num_steps):
-            class Watch(Walk):
+            class Watch(SamplerCoefficients):
                 def walk(self, predict, start, draw, keep=False):
                     seen.extend(draw(index) for index in range(num_steps))
                     return Chain(time=jnp.zeros((len(start), 0)), noisy=start[:, None])

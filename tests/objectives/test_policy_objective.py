@@ -9,7 +9,7 @@ from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.objectives.policy_objective import PolicyObjective, distribution_of
 from openpi_train.objectives.weighted_flow import WeightedFlow
 from openpi_train.rl.estimator import AdvantageEstimator
-from openpi_train.rl.recorded import NeededScores
+from openpi_train.rl.rollout_log_probs import NeededScores
 from openpi_train.sampling.token_distribution import TokenDistribution
 
 

@@ -16,7 +16,7 @@ from openpi_train.planning.forecast import Machine
 from openpi_train.planning.jaxprs import bodies
 from openpi_train.planning.traffic import as_asked, collectives
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN
-from openpi_train.tools import ahead, plan
+from openpi_train.tools import compiled_memory, plan
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +32,11 @@ def shared():
     experiment = dataclasses.replace(robot_dp_tiny_14, exp_name="plan", model=model, batch_size=ROWS, sharding=sharding)
     report = plan.make_report(experiment, MACHINE)
     assert report.recommended is not None
-    prepared = ahead.prepared_for_cpus(report.experiment, report.recommended)
+    prepared = compiled_memory.prepared_for_cpus(report.experiment, report.recommended)
     trainer, layout = prepared.trainer, prepared.layout
     with jax.set_mesh(trainer.plan.real_mesh):
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), experiment.batch_spec(ROWS))
-        compiled = traced.lower().compile(compiler_options=ahead._AS_ON_GPUS)
+        compiled = traced.lower().compile(compiler_options=compiled_memory._AS_ON_GPUS)
     params = layout.shapes.params
     cut = [leaf.shape for path, leaf in params.items() if FSDP in trainer.plan.spec("state", leaf, path)]
     return report.recommended, cut, traced.jaxpr.jaxpr, compiled

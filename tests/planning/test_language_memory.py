@@ -15,7 +15,7 @@ from openpi_train.parallel.strategy import Plan, ShardingConfig
 from openpi_train.planning.forecast import Forecast
 from openpi_train.planning.memory import OFF, DoesNotFit, Memory, predict, require
 from openpi_train.runtime.device_kinds import GIB, UNKNOWN
-from openpi_train.tools import ahead, plan
+from openpi_train.tools import compiled_memory, plan
 from openpi_train.training.prepare import whole_layout
 
 # Two tables of 4 million parameters, and 32 layers of a million: what one layer needs at once, which is not forecast,
@@ -47,7 +47,7 @@ def chosen(experiment, strategy="auto", machine=H100, **fields) -> tuple[Experim
 
 def ratio(experiment, found: Forecast) -> float:
     """Of the forecast's bytes to the compiler's."""
-    compiled = ahead.compile_step(experiment, found)
+    compiled = compiled_memory.compile_step(experiment, found)
     assert found.grad_accum == experiment.grad_accum
     return (found.memory.state + found.memory.step) / (compiled.state_bytes + compiled.program_bytes)
 

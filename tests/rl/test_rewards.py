@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from openpi_train.rl.rewards.function_reward import FunctionReward
-from openpi_train.rl.rewards.judge import Judge
+from openpi_train.rl.rewards.judge import RewardComputer
 from openpi_train.rl.rewards.text_reward import Completed, TextReward
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.preempt import StoppedError
@@ -135,7 +135,7 @@ def completed(text, reference="", num_new_tokens=5, most_new_tokens=20):
 
 def judged(rewards, given, timeout_s=60.0, on_timeout="error"):
     terms = [TextReward(name=name, weight=weight) for name, weight in rewards]
-    judge = Judge(terms, None, timeout_s=timeout_s, on_timeout=on_timeout)
+    judge = RewardComputer(terms, None, timeout_s=timeout_s, on_timeout=on_timeout)
     try:
         return judge(given)
     finally:

@@ -17,7 +17,7 @@ from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.envs.closed_loop import ClosedLoop, episode_keys
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.evaluation.eval_config import EvalConfig
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.indicator_flow import IndicatorFlow
@@ -48,7 +48,7 @@ STILL = LRSchedule(warmup_steps=0, peak_lr=0.0, decay_steps=10, decay_lr=0.0)
 @dataclasses.dataclass
 class MadeRobot(Made):
     data: object
-    running: Running
+    running: EvaluationContext
 
     @property
     def actor(self):

@@ -23,7 +23,7 @@ from openpi_train.rl.advantages import group_relative
 from openpi_train.rl.collection import Collection
 from openpi_train.rl.estimator import AdvantageEstimator
 from openpi_train.rl.rollout_feed import RolloutFeed
-from openpi_train.rl.shown import best_and_worst
+from openpi_train.rl.rollout_samples import best_and_worst
 from openpi_train.sampling.distribution import Distribution, UnitScores
 from openpi_train.training.init import create_state
 

@@ -18,7 +18,7 @@ from openpi_train.planning.gpu.step_account import GpuAccount, PartBound, PeakBu
 from openpi_train.planning.gpu.targets import target_of
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.tools import ahead, gpu_programs, gpu_step, gpu_text, plan
+from openpi_train.tools import compiled_memory, gpu_programs, gpu_step, gpu_text, plan
 
 pytestmark = pytest.mark.usefixtures("each_step_is_traced_once")
 needs_plugin = pytest.mark.skipif(
@@ -100,7 +100,7 @@ def test_a_plan_starts_the_verb_with_the_candidates_flags_and_tells_of_its_failu
 @pytest.mark.parametrize("flags", [("--compiler", "gpu"), ("--compile-all",)])
 def test_a_plan_without_the_plugin_says_how_to_install_it(monkeypatch, capsys, flags):
     monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
-    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    monkeypatch.setattr(compiled_memory, "imitate", lambda *_: None)
     assert cli.run(["plan", "debug", "--devices", "8", "--device-kind", "h100", *flags]) == USAGE
     assert "pip install 'jax[cuda12]==" in capsys.readouterr().err
 
@@ -108,7 +108,7 @@ def test_a_plan_without_the_plugin_says_how_to_install_it(monkeypatch, capsys, f
 @pytest.mark.slow
 def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
     monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin", "jax"))  # as if it were installed
-    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    monkeypatch.setattr(compiled_memory, "imitate", lambda *_: None)
     seen = []
     monkeypatch.setattr(gpu_step, "compile_candidate", lambda *what: seen.append(what) or ACCOUNT)
     words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.strategy", "zero3", "--json"]
@@ -123,7 +123,7 @@ def test_a_plan_compiles_for_the_kind_where_it_can(monkeypatch, capsys):
 @pytest.mark.slow
 def test_where_the_recommended_step_does_not_fit_the_next_one_is_compiled_and_recommended(monkeypatch, capsys):
     monkeypatch.setattr(plugin, "PLUGINS", ("jax",))
-    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
+    monkeypatch.setattr(compiled_memory, "imitate", lambda *_: None)
     seen = []
 
     def compiled(words, one, flags):
@@ -171,8 +171,8 @@ def test_a_plan_that_cannot_be_compiled_for_gpus_is_refused_before_it_is_made(mo
 
 def test_a_plan_that_gpus_compiler_cannot_judge_is_an_estimate_where_nothing_is_said(monkeypatch, capsys):
     monkeypatch.setattr(plugin, "PLUGINS", ("jax",))
-    monkeypatch.setattr(ahead, "imitate", lambda *_: None)
-    monkeypatch.setattr(ahead, "compile_step", lambda *_: pytest.fail("nobody asked for that"))
+    monkeypatch.setattr(compiled_memory, "imitate", lambda *_: None)
+    monkeypatch.setattr(compiled_memory, "compile_step", lambda *_: pytest.fail("nobody asked for that"))
     words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.offload", "optimizer"]
     assert cli.run(words) == DONE
     assert "memory: an estimate, within a quarter" in capsys.readouterr().out

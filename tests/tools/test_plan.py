@@ -15,7 +15,7 @@ from openpi_train.parallel.remat import Remat
 from openpi_train.parallel.strategy import CUT
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
-from openpi_train.tools import ahead, plan, plan_text
+from openpi_train.tools import compiled_memory, plan, plan_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("each_step_is_traced_once")]
 
@@ -43,7 +43,7 @@ def test_what_the_compiler_says_is_told_beside_the_forecast():
 
 def run(monkeypatch, capsys, *flags: str) -> tuple[int, str]:
     """Exit code and output of the verb on the debug experiment, in this process, where jax has long started."""
-    monkeypatch.setattr(ahead, "imitate", lambda num_devices, tensor_devices: None)
+    monkeypatch.setattr(compiled_memory, "imitate", lambda num_devices, tensor_devices: None)
     code = cli.run(["plan", "debug", *AUTO, *flags])
     return code, capsys.readouterr().out
 
@@ -71,7 +71,7 @@ def test_too_small_devices_are_told_with_code_2_and_what_helps(monkeypatch, caps
 def test_the_compilers_bytes_are_compared_with_the_device(program_gib, verdict):
     chosen = report("debug", kind="h100").recommended
     assert chosen is not None
-    compiled = ahead.Compiled(
+    compiled = compiled_memory.Compiled(
         num_devices=8,
         fsdp_devices=1,
         state_bytes=GIB,
@@ -80,7 +80,7 @@ def test_the_compilers_bytes_are_compared_with_the_device(program_gib, verdict):
         compile_s=1.0,
     )
     text = plan_text.compiled(compiled, chosen)
-    assert f"Together {program_gib + 1}.0 GiB of 64.5: {verdict}" in text and "widens much of bfloat16" in text
+    assert f"ErrorCollector {program_gib + 1}.0 GiB of 64.5: {verdict}" in text and "widens much of bfloat16" in text
     assert f"own {program_gib}.00 GiB (forecast: gradients, copy and activations 3.00)" in text
 
 

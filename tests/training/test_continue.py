@@ -8,7 +8,7 @@ import toy
 
 from openpi_train.checkpoints.checkpoint_formats import open_checkpoint
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
-from openpi_train.interop import openpi, ours
+from openpi_train.interop import native_format, openpi
 from openpi_train.interop.openpi import state_leaves
 from openpi_train.interop.stored_leaves import Stored, in_memory
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -50,7 +50,7 @@ def load(directory):
 @pytest.mark.slow
 def test_every_leaf_of_the_state_is_where_it_was(saved, tmp_path):
     layout, state, directory = saved
-    ours.write(tmp_path / "ours", open_checkpoint(directory, CONFIG), CONFIG)
+    native_format.write(tmp_path / "ours", open_checkpoint(directory, CONFIG), CONFIG)
     for place in (directory, tmp_path / "ours"):
         again = read_state(layout, load(place), where=str(place))
         assert jax.tree.map(lambda leaf: leaf.sharding, again) == layout.shardings

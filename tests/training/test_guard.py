@@ -22,7 +22,7 @@ from openpi_train.training.crash_loop import CrashLoop
 from openpi_train.training.guard import no_implicit_transfers
 from openpi_train.training.init import create_state
 from openpi_train.training.loop import train
-from openpi_train.training.metrics import Metrics
+from openpi_train.training.metrics import MetricWriters
 from openpi_train.training.profiler import Profiler
 from openpi_train.training.progress_report import ProgressReport
 from openpi_train.training.recorder import Recorder
@@ -100,7 +100,7 @@ def run(parts, tmp_path):
         data=NoData(num_samples=0),
         feed=EndlessFeed(batch),
         recorder=recorder,
-        metrics=Metrics(tmp_path, process_index=0),
+        metrics=MetricWriters(tmp_path, process_index=0),
         progress=ProgressReport(STEPS),
         profiler=Profiler(tmp_path / "profile", 2, 1, recorder.wait),
         step=0,

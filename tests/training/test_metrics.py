@@ -11,7 +11,7 @@ import pytest
 
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.training import metrics
-from openpi_train.training.metrics import Metrics, read_evaluations, require_writers
+from openpi_train.training.metrics import MetricWriters, read_evaluations, require_writers
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -19,7 +19,7 @@ def lines(directory, name="metrics.jsonl"):
 
 
 def write(directory, steps, **options):
-    metrics = Metrics(directory, process_index=0, **options)
+    metrics = MetricWriters(directory, process_index=0, **options)
     for step in steps:
         metrics.log(step, {"loss": step / 3})
     metrics.close()
@@ -28,7 +28,7 @@ def write(directory, steps, **options):
 def test_numbers_read_back_with_the_same_bits(tmp_path):
     random = np.random.default_rng(0)
     floats = random.integers(0, 2**31 - 2**24, 500, np.int32).view(np.float32)  # any positive finite pattern
-    metrics = Metrics(tmp_path, process_index=0)
+    metrics = MetricWriters(tmp_path, process_index=0)
     for step, value in enumerate(floats):
         metrics.log(step, {"loss": value, "double": float(value) / 3, "on_device": jnp.float32(value), "count": step})
     metrics.close()
@@ -40,14 +40,14 @@ def test_numbers_read_back_with_the_same_bits(tmp_path):
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
-    metrics = Metrics(tmp_path, process_index=0)
+    metrics = MetricWriters(tmp_path, process_index=0)
     metrics.log(1, {"loss": 0.5})
     assert lines(tmp_path) == [{"step": 1, "loss": 0.5}]
     metrics.close()
 
 
 def test_nan_and_infinity_are_strings_in_valid_json(tmp_path):
-    metrics = Metrics(tmp_path, process_index=0)
+    metrics = MetricWriters(tmp_path, process_index=0)
     metrics.log(1, {"a": float("nan"), "b": float("inf"), "c": np.float32("-inf")})
     metrics.close()
     assert lines(tmp_path) == [{"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}]
@@ -93,7 +93,7 @@ def test_a_resume_reads_only_the_end_of_a_long_file(tmp_path, monkeypatch):
     seen = []
     real = metrics.lines_from_the_end
     monkeypatch.setattr(metrics, "lines_from_the_end", lambda path: (seen.append(one) or one for one in real(path)))
-    Metrics(tmp_path, process_index=0, resume_step=19_990).close()
+    MetricWriters(tmp_path, process_index=0, resume_step=19_990).close()
     assert len(seen) == 10
     assert path.read_text().splitlines()[-1] == '{"step": 19990, "loss": 1.0}'
     cut = [json.loads(line)["step"] for line in (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()]
@@ -103,7 +103,7 @@ def test_a_resume_reads_only_the_end_of_a_long_file(tmp_path, monkeypatch):
 def test_a_last_line_without_its_end_is_kept_and_ended(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
-    written = Metrics(tmp_path, process_index=0, resume_step=2)
+    written = MetricWriters(tmp_path, process_index=0, resume_step=2)
     written.log(3, {"loss": 1.0})
     written.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 1.0}\n'
@@ -113,7 +113,7 @@ def test_a_last_line_without_its_end_is_kept_and_ended(tmp_path):
 def test_lines_that_could_not_be_written_before_a_save_are_there_once_after_it(tmp_path, written_later):
     """The process is killed after the save, when the disk has taken none, one or all of them."""
     write(tmp_path, [10])
-    first = Metrics(tmp_path, process_index=0, resume_step=10)
+    first = MetricWriters(tmp_path, process_index=0, resume_step=10)
     first._lines._file._write_held = lambda: OSError(5, "Input/output error")
     for step in (20, 30):
         first.log(step, {"loss": step / 3})
@@ -135,7 +135,7 @@ def test_resume_with_nothing_to_cut_leaves_the_file_alone(tmp_path):
 
 
 def test_only_process_0_writes(tmp_path):
-    metrics = Metrics(tmp_path, process_index=1, tensorboard=True, wandb_project="x")
+    metrics = MetricWriters(tmp_path, process_index=1, tensorboard=True, wandb_project="x")
     metrics.log(1, {"loss": 1.0})
     metrics.close()
     assert not any(tmp_path.iterdir())
@@ -208,7 +208,7 @@ def test_wandb_is_online_with_a_key_unless_the_user_says_otherwise(tmp_path, wan
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_full_disk_holds_lines_up_until_there_is_room(small_disk, fill_disk, tensorboard, caplog):
-    metrics = Metrics(small_disk, process_index=0, tensorboard=tensorboard)
+    metrics = MetricWriters(small_disk, process_index=0, tensorboard=tensorboard)
     metrics.log(0, {"loss": 0.5})
     filler = fill_disk()
     # More than a page of the disk, than any buffer on the way, and than tensorboardX's queue of ten.
@@ -225,7 +225,7 @@ def test_a_full_disk_holds_lines_up_until_there_is_room(small_disk, fill_disk, t
 
 
 def test_lines_that_never_found_room_are_shown_with_the_code_of_a_full_disk(small_disk, fill_disk):
-    metrics = Metrics(small_disk, process_index=0)
+    metrics = MetricWriters(small_disk, process_index=0)
     fill_disk()
     for step in range(500):
         metrics.log(step, {"loss": step / 3})

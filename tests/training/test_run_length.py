@@ -8,7 +8,7 @@ import small_runs
 from openpi_train import registry
 from openpi_train.optim import EmaWarmup, LRSchedule
 from openpi_train.runtime.world import WorldFlags
-from openpi_train.training.rehearsal import dry_run
+from openpi_train.training.dry_run import dry_run
 from openpi_train.training.run_length import unfit_for_length
 
 SOUND = dataclasses.replace(

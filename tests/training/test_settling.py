@@ -12,7 +12,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.optim import LRSchedule
 from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.tools import ahead, check_run, gpu_programs, plan
+from openpi_train.tools import check_run, compiled_memory, gpu_programs, plan
 from openpi_train.training import settling
 from openpi_train.training.settling import Prepared, Settling, open_if_ready, settle
 
@@ -54,7 +54,7 @@ def test_every_door_describes_the_run_that_a_start_takes(given):
     planned = plan.make_report(given, start.machine)
     assert planned.recommended is not None
     compiled = gpu_programs.Training.of(given, start.machine, jax.devices(), ())
-    on_cpus = ahead.prepared_for_cpus(planned.experiment, planned.recommended)
+    on_cpus = compiled_memory.prepared_for_cpus(planned.experiment, planned.recommended)
     rehearsed = Settling.here(given, WORLD, open_if_ready).prepared
     doors = {"dry run": rehearsed, "compile": compiled, "plan": on_cpus}
     assert {name: told(one.forecast) for name, one in doors.items()} == dict.fromkeys(doors, told(start.chosen))

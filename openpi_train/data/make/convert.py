@@ -40,7 +40,7 @@ def _write_steps(conversion: Conversion, out: Path) -> None:
 
 
 _LEROBOT: tuple[Pictures, ...] = ("av1", "h264", "png", "jpeg", "as-stored")
-FORMS = {
+DATASET_WRITERS = {
     "lerobot": Form(functools.partial(to_lerobot.write, version="v3.0"), _LEROBOT, NUMBERING),
     "lerobot-2.1": Form(functools.partial(to_lerobot.write, version="v2.1"), _LEROBOT, NUMBERING),
     "rlds": Form(to_rlds.write, ("as-stored", "png", "jpeg"), added=to_rlds.BOUNDARIES),
@@ -77,7 +77,7 @@ def convert(
     Raises ValueError if something cannot be kept and was not left out, or does not read back unchanged,
     FileExistsError, BadRecord, OSError.
     """
-    out, target = Path(out).expanduser(), FORMS[form]
+    out, target = Path(out).expanduser(), DATASET_WRITERS[form]
     unknown = sorted(set(leave_out) - set(source.columns))
     if unknown:
         raise ValueError(f"cannot leave out {', '.join(unknown)}: the columns are {', '.join(sorted(source.columns))}")

@@ -19,7 +19,7 @@ from openpi_train.data.robot.model import RowModel
 from openpi_train.data.robot.normalize import Form
 from openpi_train.fields import at_least
 from openpi_train.robots.robot import Robot
-from openpi_train.runtime.exits import DataError, Together, reported_as
+from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class DataConfig(Data):
     def examine(self, model: RowModel) -> list[str]:
         from openpi_train.data.robot.examination import examine, examine_files  # which imports this module
 
-        together, notes = Together(), []
+        together, notes = ErrorCollector(), []
         for looked_at in (lambda: examine(self, model.window), lambda: examine_files(self, model)):
             with together:
                 notes += looked_at()

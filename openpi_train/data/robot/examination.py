@@ -14,7 +14,7 @@ from openpi_train.data.robot.normalize import read_norm_stats
 from openpi_train.data.robot.opened import open_windows
 from openpi_train.data.robot.tokens import open_tokenizer
 from openpi_train.data.robot.windows import Windows, WindowShape
-from openpi_train.runtime.exits import DataError, Together, reported_as
+from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
 
 
 def examine(config: DataConfig, shape: WindowShape) -> list[str]:
@@ -23,7 +23,7 @@ def examine(config: DataConfig, shape: WindowShape) -> list[str]:
     Nothing is written. Of a dataset without an index only the columns' shapes are compared with the robot's, if its
     metadata have them. Raises DataError, for all datasets.
     """
-    together, found = Together(), []
+    together, found = ErrorCollector(), []
     for dataset in config.datasets:
         with together, reported_as(DataError):
             found.append(_examine(dataset, config, shape))
@@ -73,7 +73,7 @@ def examine_files(config: DataConfig, model: RowModel) -> list[str]:
 
     Raises UsageError or DataError, for all of them.
     """
-    together, notes = Together(), []
+    together, notes = ErrorCollector(), []
     for dataset in config.datasets:
         with together, reported_as(DataError):
             if dataset.norm_stats is not None:

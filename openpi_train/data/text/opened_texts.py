@@ -29,7 +29,7 @@ from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.token_cache import TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.tokenizers.text_tokenizer import FOLDER, TextTokenizer, load_text_tokenizer
-from openpi_train.runtime.exits import DataError, Together, reported_as
+from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def examine_texts(config: TextData, model: Any) -> list[str]:
 
     Nothing is written, and the hub is not asked. Raises DataError or UsageError, for all of them.
     """
-    together, notes = Together(), []
+    together, notes = ErrorCollector(), []
     for number, dataset in enumerate(config.datasets):
         with together, reported_as(DataError):
             notes.append(_examine_files(config, number, dataset))

@@ -33,7 +33,7 @@ from openpi_train.doors.posttraining.yaml_config import RL_ALGORITHMS, Algorithm
 from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
-from openpi_train.interop import ours
+from openpi_train.interop import native_format
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
 from openpi_train.models.language import LanguageConfig, huggingface
@@ -224,9 +224,9 @@ def _language_model(where: str) -> tuple[LanguageConfig, str]:
         config = hub_folder(where, repo_type="model", patterns=[huggingface.CONFIG], raised=CheckpointError)
         return huggingface.read_model(Place.of(config)), where
     place = checkpoint_formats.open_place(where)
-    if not ours.recognises(place):
+    if not native_format.recognises(place):
         return huggingface.read_model(place), where
-    recorded, tokens = ours.recorded_experiment(place)
+    recorded, tokens = native_format.recorded_experiment(place)
     run = experiment_from_json(recorded) if recorded else None
     found = policy_of(run.model) if run else None
     if found is None or tokens is None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from openpi_train import faults
 from openpi_train.doors import guide_files
 from openpi_train.doors.this_host import this_host
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import DEFAULT_PORT
 
@@ -45,7 +45,7 @@ def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:
     words = ["posttrain", "--config", config, "--mode", "train"]
     for name in ("algorithm", *_REPLACING):
         words += [f"--{name}", value] if (value := getattr(given, name)) is not None else []
-    return forms.main([*started, "--", *words, *shlex.split(given.extra_args), *arguments])
+    return launchers.main([*started, "--", *words, *shlex.split(given.extra_args), *arguments])
 
 
 def _started(given: argparse.Namespace) -> list[str]:

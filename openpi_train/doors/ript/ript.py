@@ -18,9 +18,9 @@ from openpi_train.doors.door_requests import RiptRequest
 from openpi_train.doors.ript.ript_flags import ENV, TranslatedRipt, translate_ript
 from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.envs.env import Env
-from openpi_train.envs.named import FORMS, environment
+from openpi_train.envs.named_envs import FORMS, environment
 from openpi_train.experiment import Experiment
-from openpi_train.interop import ours
+from openpi_train.interop import native_format
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -111,7 +111,7 @@ def _base(request: RiptRequest, translated: TranslatedRipt) -> Experiment:
         if Path(translated.policy).parts[-3:] == _GUIDES_POLICY:
             how = "./scripts/quick_distributed_test.sh makes this one, so run that first, or name your own run"
         raise CheckpointError(f"{error}\npolicy_path is the policy that RL begins from: {how}") from error
-    recorded = ours.recorded_experiment(place)[0] if ours.recognises(place) else None
+    recorded = native_format.recorded_experiment(place)[0] if native_format.recognises(place) else None
     if recorded is None:
         raise UsageError(
             f"policy_path {translated.policy} is no run of ours: name the experiment whose model, robot and "

@@ -12,7 +12,7 @@ from pathlib import Path
 from openpi_train import faults
 from openpi_train.doors import guide_files
 from openpi_train.doors.this_host import this_host
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import LaunchError
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str], devices: Path = Path("/dev")) -> int:
 
     Where `devices` has no accelerator, each process has one CPU device in place of its GPU.
     """
-    options, arguments = forms.split_arguments(argv)
+    options, arguments = launchers.split_arguments(argv)
     given = _parser().parse_args(options)
     try:
         words = _words(given, has_accelerator(devices))
@@ -37,7 +37,7 @@ def main(argv: Sequence[str], devices: Path = Path("/dev")) -> int:
         return faults.USAGE
     if given.debug:
         os.environ.setdefault("NCCL_DEBUG", "INFO")
-    return forms.main([*words, *arguments])
+    return launchers.main([*words, *arguments])
 
 
 def has_accelerator(devices: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from openpi_train import faults
 from openpi_train.doors import guide_files
 from openpi_train.doors.this_host import this_host
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
 
@@ -19,7 +19,7 @@ _PROGRAM = "main_train_ddp.py"
 
 def main(argv: Sequence[str]) -> int:
     """Start the processes of this host; options that are not the launcher's go to `vla`. Returns the exit code."""
-    options, arguments = forms.split_arguments(list(argv))
+    options, arguments = launchers.split_arguments(list(argv))
     given, others = _parser().parse_known_args(options)
     try:
         config = given.config_path if given.dry_run else guide_files.required(given.config_path)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         log_dir=given.log_dir,
         dry_run=given.dry_run,
     )
-    return forms.main([*share, "--", "vla", "--config", config, *others, *arguments])
+    return launchers.main([*share, "--", "vla", "--config", config, *others, *arguments])
 
 
 def _parser() -> argparse.ArgumentParser:

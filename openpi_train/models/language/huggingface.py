@@ -19,7 +19,7 @@ from typing import Any
 from openpi_train.data.core.files import write_json
 from openpi_train.data.core.hub import SCHEME, hub_folder
 from openpi_train.data.tokenizers.text_tokenizer import KEPT
-from openpi_train.interop import ours, safetensors_file
+from openpi_train.interop import native_format, safetensors_file
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_factors
 from openpi_train.interop.place import Place
@@ -99,7 +99,7 @@ def named_model(where: str) -> LanguageConfig:
                 f"--model.path {where}: there is no such folder; give a model's folder in Hugging Face's form, or "
                 f"{SCHEME}USER/NAME"
             )
-        if not place.has(CONFIG) and ours.recognises(place):
+        if not place.has(CONFIG) and native_format.recognises(place):
             raise CheckpointError(
                 f"--model.path {where} is a run of ours: start from its weights with --weight-loader.params-path, and "
                 "name the published model that it began with here"

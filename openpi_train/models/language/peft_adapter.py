@@ -22,11 +22,11 @@ from openpi_train.data.core.files import write_json
 from openpi_train.data.core.hub import SCHEME, Address
 from openpi_train.data.tokenizers.text_tokenizer import FILES
 from openpi_train.interop import safetensors_file
-from openpi_train.interop.accounting import account
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.lora_merge import merged_lora
 from openpi_train.interop.openpi import parameter_names
 from openpi_train.interop.openpi_torch import layouts_of
+from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory
 from openpi_train.interop.torch_names import TensorLayout, tensors_of

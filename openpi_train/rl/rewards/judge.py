@@ -1,4 +1,4 @@
-"""`Judge`: the rewards of completions, shared out over the processes, gathered and added.
+"""`RewardComputer`: the rewards of completions, shared out over the processes, gathered and added.
 
 Read next: `text_reward.py`.
 """
@@ -33,7 +33,7 @@ class Rewards:
     parts: dict[str, np.ndarray]
 
 
-class Judge:
+class RewardComputer:
     """Rewards completions in a run. Each process computes its share of them.
 
     Args: `timeout_s`, `on_timeout`, `memory_gib` and `environment` are those of `FunctionReward`.

@@ -12,7 +12,7 @@ from flax import nnx
 from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.data.text.text_batches import one_text_per_row
-from openpi_train.evaluation.measure import Running
+from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.interop.config_json import config_from_json
 from openpi_train.interop.stored_leaves import Stored, place
 from openpi_train.models.language import huggingface
@@ -37,7 +37,7 @@ class ModelReward:
     Raises UsageError if the checkpoint is no reward model, or was trained with another tokenizer.
     """
 
-    def __init__(self, where: str, running: Running):
+    def __init__(self, where: str, running: EvaluationContext):
         stored, model = _opened(where)
         if stored.tokenizer is not None and stored.tokenizer != running.data.tokenizer:
             raise UsageError(

@@ -37,7 +37,7 @@ class Completed:
     most_new_tokens: int
 
 
-class Term(abc.ABC):
+class RewardFunction(abc.ABC):
     """One reward of a completion.
 
     Processes share out the completions; those of a `together` term are given to all processes, which compute together.
@@ -53,7 +53,7 @@ class Term(abc.ABC):
         """End processes."""
 
 
-class AnswerTerm(Term):
+class AnswerTerm(RewardFunction):
     """A score of evaluations."""
 
     def __init__(self, score: AnswerScore):
@@ -63,7 +63,7 @@ class AnswerTerm(Term):
         return [self._score(one.prompt, one.text, one.reference) for one in completed]
 
 
-class FormTerm(Term):
+class RegexReward(RewardFunction):
     """Whether a completion matches a regular expression as a whole."""
 
     def __init__(self, pattern: str):
@@ -73,7 +73,7 @@ class FormTerm(Term):
         return [float(self._pattern.fullmatch(one.text.strip()) is not None) for one in completed]
 
 
-class OverlongTerm(Term):
+class OverlongTerm(RewardFunction):
     """Minus the share of the last `margin` tokens that a completion uses (Yu et al. 2025, DAPO, equation 13)."""
 
     def __init__(self, margin: int):
@@ -128,11 +128,11 @@ class TextReward:
 
     def term(
         self, running: Any, *, timeout_s: float, on_timeout: str, memory_gib: float, environment: Sequence[str]
-    ) -> Term:
+    ) -> RewardFunction:
         """What computes it in this run. Every process must call it. Raises UsageError if it cannot be used."""
         kind, _, argument = self.name.partition(":")
         if kind == "regex":
-            return FormTerm(argument)
+            return RegexReward(argument)
         if kind == "overlong":
             return OverlongTerm(int(argument))
         if kind == "model":
@@ -150,7 +150,7 @@ class TextReward:
         return AnswerTerm(known_scores()[self.name])
 
 
-class FunctionTerm(Term):
+class FunctionTerm(RewardFunction):
     """A function of the user's, or a packaged one that may hang."""
 
     def __init__(self, function: FunctionReward):
@@ -164,7 +164,7 @@ class FunctionTerm(Term):
         self._function.close()
 
 
-class ModelTerm(Term):
+class ModelTerm(RewardFunction):
     """The score of a reward model."""
 
     together = True

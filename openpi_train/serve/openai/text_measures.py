@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from openpi_train.serve.measures import Measures
+from openpi_train.serve.serve_metrics import Measures
 
 
 class TextMeasures(Measures):

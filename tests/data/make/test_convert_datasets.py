@@ -9,7 +9,7 @@ import pytest
 from rlds_toy import toy_source, write_toy
 
 from openpi_train.data.formats import detection
-from openpi_train.data.make.convert import FORMS, convert
+from openpi_train.data.make.convert import DATASET_WRITERS, convert
 from openpi_train.data.make.fake import FakeData
 from openpi_train.tools import data as data_tool
 
@@ -49,7 +49,7 @@ def same(a, b, *, columns: set[str], pixels: bool = True) -> None:
     assert a.about().control_hz == b.about().control_hz
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "lerobot"])
+@pytest.mark.parametrize("form", [form for form in DATASET_WRITERS if form != "lerobot"])
 def test_a_lerobot_dataset_goes_through_every_format_and_comes_back_as_it_was(tmp_path, form):
     source = opened(LEROBOT / "v30_image")
     name = "toy.zarr" if form == "zarr" else "toy"

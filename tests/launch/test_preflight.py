@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import ahead_of_start, forms, own_python
-from openpi_train.launch.ahead_of_start import VARIABLE, require_start
+from openpi_train.launch import launchers, own_python, preflight
+from openpi_train.launch.preflight import VARIABLE, require_start
 from openpi_train.launch.spec import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def test_a_launcher_of_containers_needs_no_packages(python, monkeypatch, capsys)
 
 def asked(*arguments, num_devices=8):
     """What the run itself answers."""
-    clean = {name: value for name, value in os.environ.items() if name not in ahead_of_start.RANK_VARIABLES}
+    clean = {name: value for name, value in os.environ.items() if name not in preflight.RANK_VARIABLES}
     return subprocess.run(
         [sys.executable, "-m", "openpi_train", *arguments],
         env={**clean, VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
@@ -112,11 +112,11 @@ def test_launchers_ask_and_no_check_goes_past_it(program, monkeypatch, capsys, t
         assert arguments[:3] == ("debug", "--exp-name", "x") and num_devices == 1
         raise LaunchError("it would not start")
 
-    for launcher in (forms.Slurm, forms.Kubernetes):
+    for launcher in (launchers.Slurm, launchers.Kubernetes):
         monkeypatch.setattr(sys.modules[launcher.__module__], "require_start", refuse)
     monkeypatch.chdir(tmp_path)
     run = ["--", "debug", "--exp-name", "x", "--resume"]
-    assert forms.main([*program.split(), *run]) == 2
+    assert launchers.main([*program.split(), *run]) == 2
     assert "it would not start" in capsys.readouterr().err and not list(tmp_path.iterdir())
-    assert forms.main([*program.split(), "--dry-run", *run]) == 0
-    assert forms.main([*program.split(), "--no-check", *run]) == 0
+    assert launchers.main([*program.split(), "--dry-run", *run]) == 0
+    assert launchers.main([*program.split(), "--no-check", *run]) == 0

@@ -12,10 +12,10 @@ from openpi_train.data.text import arithmetic
 from openpi_train.envs.gym_env import GymEnv
 from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.planning.memory import DoesNotFit
-from openpi_train.runtime.exits import DATA, CheckpointError, DataError, Together, UsageError
+from openpi_train.runtime.exits import DATA, CheckpointError, DataError, ErrorCollector, UsageError
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training import metrics
-from openpi_train.training.rehearsal import check_ahead, dry_run
+from openpi_train.training.dry_run import check_ahead, dry_run
 from openpi_train.training.rundir import open_run
 from openpi_train.training.settling import Settling, open_if_ready, settle
 from openpi_train.training.start_check import check_files
@@ -57,7 +57,7 @@ def test_a_simulator_that_is_not_installed_is_told_before_the_run_would_act_in_i
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "metaworld" else find(name))
     for one in (given, dataclasses.replace(given, rl=None)):  # to learn from rollouts, and to be evaluated
-        together = Together()
+        together = ErrorCollector()
         check_files(one, one, together)
         assert "pip install 'openpi_train[sim]'" in str(together.errors[0])
 

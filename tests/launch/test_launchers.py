@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openpi_train.launch import forms
+from openpi_train.launch import launchers
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ["--", "pi0_bridge_traj_tiny", "--exp-name", "x"]
@@ -31,7 +31,7 @@ def run_distributed(*argv: str, **environment: str) -> subprocess.CompletedProce
 
 def test_dry_run_prints_a_line_per_process(capsys):
     options = ["local", "--processes", "2", "--devices-per-process", "2", "--port", "1234", "--dry-run"]
-    assert forms.main([*options, *EXPERIMENT]) == 0
+    assert launchers.main([*options, *EXPERIMENT]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 "
@@ -43,7 +43,7 @@ def test_dry_run_prints_a_line_per_process(capsys):
 
 def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys):
     options = ["manual", "--num-nodes", "3", "--master-addr", "10.0.0.1", "--gpus-per-node", "2", "--dry-run"]
-    assert forms.main([*options, "--node-rank", "1", *EXPERIMENT]) == 0
+    assert launchers.main([*options, "--node-rank", "1", *EXPERIMENT]) == 0
     first, last, *own = capsys.readouterr().out.splitlines()
     prefix = "python -m openpi_train launch manual"
     assert first.startswith(f"on host 0: {prefix} --node-rank 0 ") and last.startswith(
@@ -52,7 +52,7 @@ def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys)
     assert [line.split()[0] for line in own] == ["RANK=2", "RANK=3"]
 
     words = shlex.split(last.removeprefix(f"on host 2: {prefix}"))
-    assert forms.main(["manual", "--dry-run", *words]) == 0
+    assert launchers.main(["manual", "--dry-run", *words]) == 0
     again = capsys.readouterr().out.splitlines()
     assert first in again
     assert [line.split()[0] for line in again[2:]] == ["RANK=4", "RANK=5"]
@@ -63,14 +63,14 @@ def test_the_line_for_another_host_says_all_that_this_one_was_told(capsys):
     options = "--num-nodes 2 --master-addr node1 --master-port 1234 --processes-per-node 2 --devices-per-process 3"
     words = ["manual", *options.split(), "--job-token", "a $w", "--dry-run"]
     run = ["--", "debug", "--exp-name", "it's a $HOME"]
-    assert forms.main([*words, "--node-rank", "0", *run]) == 0
+    assert launchers.main([*words, "--node-rank", "0", *run]) == 0
     told, *own = capsys.readouterr().out.splitlines()
     assert [shlex.split(line)[-1] for line in own] == ["it's a $HOME"] * 2
     assert all("OPENPI_TRAIN_JOB_TOKEN='a $w'" in line and "MASTER_PORT=1234" in line for line in own)
 
     python, minus_m, program, verb, *there = shlex.split(told.removeprefix("on host 1: "))
     assert (python, minus_m, program, verb) == ("python", "-m", "openpi_train", "launch")
-    assert forms.main([there[0], "--dry-run", *there[1:]]) == 0
+    assert launchers.main([there[0], "--dry-run", *there[1:]]) == 0
     _, *others = capsys.readouterr().out.splitlines()
     for line, other in zip(own, others, strict=True):
         ours, theirs = (dict(word.split("=", 1) for word in shlex.split(one) if "=" in word) for one in (line, other))
@@ -106,7 +106,7 @@ def test_the_line_for_another_host_says_all_that_this_one_was_told(capsys):
     ],
 )
 def test_a_launch_that_cannot_be_is_refused_with_code_2(argv, message, capsys):
-    assert forms.main(argv) == 2
+    assert launchers.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
@@ -122,20 +122,22 @@ def test_a_launch_that_cannot_be_is_refused_with_code_2(argv, message, capsys):
 )
 def test_a_number_that_cannot_be_is_refused_by_its_option(words, capsys):
     with pytest.raises(SystemExit) as ended:
-        forms.main([*words.split(), *EXPERIMENT])
+        launchers.main([*words.split(), *EXPERIMENT])
     assert ended.value.code == 2
     assert f"argument {words.split()[-2]}: {words.split()[-1]!r} is not a number of" in capsys.readouterr().err
 
 
 def test_a_forgotten_separator_is_refused(capsys):
-    assert forms.main(["local", "--processes", "2", "pi0_bridge_traj_tiny"]) == 2
+    assert launchers.main(["local", "--processes", "2", "pi0_bridge_traj_tiny"]) == 2
     assert "no such option: pi0_bridge_traj_tiny; what the processes are to run comes after --" in (
         capsys.readouterr().err
     )
 
 
 def test_launching_never_imports_jax():
-    code = "import sys, openpi_train.launch.forms; print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    code = (
+        "import sys, openpi_train.launch.launchers; print([name for name in ('jax', 'numpy') if name in sys.modules])"
+    )
     assert script(sys.executable, "-c", code).stdout == "[]\n"
 
 
@@ -143,7 +145,7 @@ def test_run_distributed_starts_what_launch_local_starts(capsys):
     options = ["--world-size", "4", "--gpus-per-node", "4", "--master-port", "1234", "--dry-run"]
     by_script = run_distributed("--mode", "manual", *options, *EXPERIMENT)
     assert by_script.returncode == 0, by_script.stderr
-    assert forms.main(["local", "--processes", "4", "--port", "1234", "--dry-run", *EXPERIMENT]) == 0
+    assert launchers.main(["local", "--processes", "4", "--port", "1234", "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
 
@@ -161,7 +163,7 @@ def test_run_distributed_starts_what_launch_manual_starts(capsys):
     options = ["--world-size", "8", "--gpus-per-node", "4", "--node-rank", "1", "--master-addr", "10.0.0.1"]
     by_script = run_distributed(*options, "--dry-run", *EXPERIMENT)
     words = ["manual", "--node-rank", "1", "--num-nodes", "2", "--gpus-per-node", "4", "--master-addr", "10.0.0.1"]
-    assert forms.main([*words, "--dry-run", *EXPERIMENT]) == 0
+    assert launchers.main([*words, "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
 
@@ -209,7 +211,7 @@ def test_launch_multi_node_starts_what_launch_manual_starts(capsys):
     assert by_script.returncode == 0, by_script.stderr
     options = ["--node-rank", "1", "--num-nodes", "2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
     options += ["--master-port", "1234"]
-    assert forms.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
+    assert launchers.main(["manual", *options, "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
 
 
@@ -218,7 +220,7 @@ def test_launch_multi_node_with_a_list_of_hosts_starts_what_launch_ssh_starts(ca
     by_script = script("scripts/launch_multi_node.sh", *words, HOSTS="node1,ann@node2")
     assert by_script.returncode == 0, by_script.stderr
     options = ["--hosts", "node1,ann@node2", "--processes-per-node", "4", "--master-addr", "192.168.1.100"]
-    assert forms.main(["ssh", *options, "--workdir", str(ROOT), "--dry-run", *EXPERIMENT]) == 0
+    assert launchers.main(["ssh", *options, "--workdir", str(ROOT), "--dry-run", *EXPERIMENT]) == 0
     assert by_script.stdout == capsys.readouterr().out
     refused = script("scripts/launch_multi_node.sh", *words, HOSTS="node1")
     assert refused.returncode == 2 and "HOSTS names 1 hosts (node1), not 2" in refused.stderr
@@ -252,7 +254,7 @@ def test_train_multi_gpu_starts_what_launch_local_starts(capsys, tmp_path):
     run = ["robot_dp", "--exp-name", "put_away-demo-50_seed3", "--seed", "3", "--dataset", f"{tmp_path}/put-away.zarr"]
     run += ["--resume", "--no-keep-effective-batch-size", "--logs-json"]  # there, each GPU takes the batch size
     assert "each of the 2 GPUs takes the batch size" in by_script.stderr
-    assert forms.main(["local", "--processes", "2", "--dry-run", "--", *run, "--batch-size", "8"]) == 0
+    assert launchers.main(["local", "--processes", "2", "--dry-run", "--", *run, "--batch-size", "8"]) == 0
     ours, theirs = (re.sub(r"MASTER_PORT=\d+", "", out) for out in (by_script.stdout, capsys.readouterr().out))
     assert ours == theirs
     refused = script("scripts/train_multi_gpu.sh", *words[:4], "3", "0,3")
@@ -292,7 +294,7 @@ def test_the_scripts_for_one_gpu_are_those_for_several_with_one(line, run, tmp_p
 
 @pytest.mark.parametrize(("word", "meant"), [("--process", "--processes"), ("--prot", "--port")])
 def test_options_are_not_abbreviated(word, meant, capsys):
-    assert forms.main(["local", "--processes", "2", word, "4", *EXPERIMENT]) == 2
+    assert launchers.main(["local", "--processes", "2", word, "4", *EXPERIMENT]) == 2
     told = capsys.readouterr().err
     assert f"no such option: {word} 4 (did you mean {meant}?)" in told
 
@@ -322,7 +324,7 @@ def test_no_parser_takes_abbreviations():
 )
 def test_a_forgotten_option_is_told_in_two_lines(line, what, capsys):
     with pytest.raises(SystemExit, match="2"):
-        forms.main([*line.split(), "--", "debug"])
+        launchers.main([*line.split(), "--", "debug"])
     first, second = capsys.readouterr().err.splitlines()
     how = f"python -m openpi_train launch {line.split()[0]}"
     assert first == f"{how}: {what}" and second == f"`{how} --help` explains the options"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from openpi_train.experiment import Experiment
-from openpi_train.launch.ahead_of_start import SIZES_LINE, RunSizes
+from openpi_train.launch.preflight import SIZES_LINE, RunSizes
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.run_length import unfit_for_length

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
 
-from openpi_train.interop.accounting import account
+from openpi_train.interop.parameter_matching import account
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.runtime.exits import CheckpointError
 

@@ -1,4 +1,4 @@
-"""The `launch` verb and its launchers, one module each. A new launcher is a subclass of `Launch` listed in `FORMS`.
+"""The `launch` verb and its launchers, one module each. A new launcher is a subclass of `Launch` listed in `LAUNCHERS`.
 
 Standard library only. Read next: `options.py`, `spec.py`, then `slurm.py` as an example.
 """
@@ -17,7 +17,7 @@ from openpi_train.launch.slurm import Slurm
 from openpi_train.launch.spec import LaunchError
 from openpi_train.launch.ssh import Ssh
 
-FORMS: tuple[type[Launch], ...] = (Local, Manual, Ssh, Slurm, Kubernetes)
+LAUNCHERS: tuple[type[Launch], ...] = (Local, Manual, Ssh, Slurm, Kubernetes)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def _parser() -> LaunchParser:
         description="Start the processes of a run. Every process runs the command after --.",
         epilog="example: python -m openpi_train launch local --processes 4 -- pi0_bridge_traj_tiny --exp-name x",
     )
-    names = {form.__name__.lower(): form for form in FORMS}
+    names = {form.__name__.lower(): form for form in LAUNCHERS}
     forms = parser.add_subparsers(required=True, metavar="|".join(names))
     for name, form in names.items():
         # The first line of its docstring, as a help of argparse is written.

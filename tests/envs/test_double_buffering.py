@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from envs.test_rollout import Counter, keys_of
 
+from openpi_train.envs.double_buffering import SlotTimes, in_slots
 from openpi_train.envs.rollout import RolloutEpisodes
-from openpi_train.envs.slots import SlotTimes, in_slots
 from openpi_train.runtime.preempt import StoppedError
 
 GOALS = ([5, 12], [3, 4], [12, 12], [1, 9])

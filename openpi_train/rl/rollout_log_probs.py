@@ -16,7 +16,7 @@ from openpi_train.sampling.distribution import Distribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RolloutLogProbs:
     """Of every unit, float32 [n, u]: log-probabilities under the policy and the reference, and the critic's values."""
 
     log_probs: np.ndarray
@@ -49,7 +49,7 @@ class NeededScores:
 
 
 def scores_of(distribution: Distribution, model: Any, traces: Any, needed: NeededScores) -> dict[str, Any]:
-    """The fields of `Recorded` of these traces; what is not needed is 0, but for the policy's own."""
+    """The fields of `RolloutLogProbs` of these traces; what is not needed is 0, but for the policy's own."""
     log_probs = distribution.scores(model, traces).log_prob
     none = jnp.zeros_like(log_probs)
     return {
@@ -79,8 +79,8 @@ class RecordedScores:
 
         self._score = jax.jit(score)
 
-    def __call__(self, params: Params, batches: list[Any]) -> Recorded:
+    def __call__(self, params: Params, batches: list[Any]) -> RolloutLogProbs:
         """The scores of these batches of traces, joined, on every process. Every process must call it."""
         with jax.set_mesh(self._devices.plan.real_mesh):
             parts = [jax.device_get(self._score(params, traces)) for traces in batches]
-        return Recorded(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+        return RolloutLogProbs(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})

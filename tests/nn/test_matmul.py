@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from openpi_train.nn.products import product
+from openpi_train.nn.matmul import product
 from openpi_train.planning.jaxprs import bodies
 
 SIZES = {"b": 2, "t": 5, "d": 8, "n": 3, "c": 4, "p": 2, "k": 1, "l": 3, "m": 6}

@@ -1,6 +1,6 @@
 """What a start would refuse, found out before it waits in a queue: the command is asked, in a process without devices.
 
-Launchers use the standard library alone, so the run's own code looks (`training/rehearsal.py`), where `VARIABLE` tells
+Launchers use the standard library alone, so the run's own code looks (`training/dry_run.py`), where `VARIABLE` tells
 it to. Read next: `slurm.py`, a caller.
 """
 

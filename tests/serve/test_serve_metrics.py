@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from openpi_train.serve.measures import Measures
 from openpi_train.serve.openai.text_measures import TextMeasures
+from openpi_train.serve.serve_metrics import Measures
 
 
 def made():
