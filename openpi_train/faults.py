@@ -86,6 +86,13 @@ FAULTS = (
         Restart.SAME_HOSTS,
     ),
     Fault(
+        "host",
+        PEER_LOST,
+        "the host has no memory, threads or descriptors left for steps like those before",
+        "restart with `--resume`; look at what else runs there, and at `ulimit -n`",
+        Restart.SAME_HOSTS,
+    ),
+    Fault(
         "storage",
         PEER_LOST,
         "a file system failed to read or write for minutes",

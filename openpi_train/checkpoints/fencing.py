@@ -7,15 +7,18 @@ everybody believed dead. Process 0 claims, and asks for what all share. Where ea
 and deletes on a disk of its own, it asks, too (`local_tier.py`). Read next: `training/run_lock.py`.
 """
 
+import contextlib
+import datetime
 import os
 import pathlib
 import platform
 import re
 import secrets
+import sys
 import time
 
 from openpi_train.data.core.files import write_text
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import StorageError, UsageError
 from openpi_train.runtime.passing_errors import patiently
 
 NAME = ".generation"
@@ -51,7 +54,8 @@ def join(directory: pathlib.Path, claim: str | None) -> None:
 def require_owned(directory: pathlib.Path) -> None:
     """Return if no newer start has claimed the directory; at once if this process has never claimed it.
 
-    Raises UsageError if one has, or the directory is gone; StorageError if the file cannot be read for minutes.
+    Raises UsageError if one has, or the directory is gone; StorageError if the file cannot be read for minutes, or is
+    that of an older start: another file system is there now.
     """
     if _path(directory) in _claimed:
         path = _path(directory)
@@ -73,16 +77,35 @@ def _compare(path: pathlib.Path, found: str | None) -> None:
     own = _claimed[path]
     if found is None:
         found = _put_back(path, own)
+    if found is not None and not found.strip():  # a disk without space, or a crash, has emptied it
+        write_text(path, own)
+        found = own
     if found == own:
         return
     if found is None:
         reason = f"{path.parent} was moved or removed"
+    elif _age(found) < _age(own):
+        raise StorageError(
+            f"{path.parent} is not the directory that this start ({own.strip()}) has opened: what wrote there last is "
+            f"older ({found.strip()}). Its file system was away, or another one is mounted there; look at that, and "
+            "start again with --resume"
+        )
     else:
         reason = f"a newer start of the run owns {path.parent}: {found.strip()}"
     raise UsageError(
         f"{reason}. This older one ({own.strip()}) ends here and leaves everything there as it is: one run is trained "
         "by one launch at a time"
     )
+
+
+def _age(claim: str) -> tuple[int, float]:
+    """The number of a claim, and when it was made, to the minute: clocks of hosts differ."""
+    number, since = re.match(r"generation (\d+)", claim), re.search(r"since (\S+ \S+?),", claim)
+    made = 0.0
+    if since is not None:
+        with contextlib.suppress(ValueError):
+            made = datetime.datetime.strptime(since[1], "%Y-%m-%d %H:%M:%S%z").timestamp() // 60
+    return int(number[1]) if number else sys.maxsize, made
 
 
 def _put_back(path: pathlib.Path, own: str) -> str | None:

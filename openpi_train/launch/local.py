@@ -33,7 +33,8 @@ class Local(Launch):
 
         def begin(start: Start) -> LaunchOutcome:
             own: dict[str, Any] = {"port": self.port or free_port(), "token": secrets.token_hex(16)}
-            share = commands(dataclasses.replace(spec, arguments=start.arguments, restart=start.number, **own))
+            own |= {"arguments": start.arguments, "restart": start.number, "saved_step": start.saved_step}
+            share = commands(dataclasses.replace(spec, **own))
             return run(share, start.log_dir(log_dir), self.here.grace_s)
 
         return supervise(begin, Start(arguments=self.arguments), Rules(max_restarts=self.max_restarts))

@@ -20,6 +20,7 @@ from openpi_train.faults import Restart
 from openpi_train.launch.options import Launch, at_least, option
 from openpi_train.launch.preflight import RANK_VARIABLES, require_start
 from openpi_train.launch.spec import (
+    SAVED_STEP_VARIABLE,
     VERBS_WITHOUT_RUN,
     LaunchError,
     check_arguments,
@@ -241,9 +242,11 @@ def script(job: Slurm) -> str:
             f"max_restarts={job.max_restarts}",
             # Of openpi_train/faults.py, for "$task".
             f'export again=" {_words(Restart.SAME_HOSTS, Restart.OTHER_HOSTS)} " without_node={faults.HARDWARE}',
+            f"lost={faults.PEER_LOST}",
             f'never=" {_words(Restart.NEVER, Restart.FEWER_HOSTS)} "',
             # What this script and its restarts remember.
             f'export job_files={shlex.quote(f"{job.absolute(job.output_dir)}/{job.name}_")}"$SLURM_JOB_ID"',
+            _SAVED,
             _TOKEN,
             _TASK,
             f"program=({shlex.join(_program(job))})",
@@ -377,6 +380,13 @@ def _submit(file: Path, job: Slurm) -> str:
     return done.stdout.strip().partition(";")[0]  # "4711" or "4711;cluster"
 
 
+# What is not a number is left of a disk without space.
+_SAVED = rf"""
+last_saved=0 restarts=0
+[ -r "$job_files.restarts" ] && read -r last_saved restarts < "$job_files.restarts"
+case "$last_saved:$restarts" in *[!0-9:]*|:*|*:) last_saved=0 restarts=0 ;; esac
+export {SAVED_STEP_VARIABLE}=$last_saved"""
+
 _TOKEN = r"""
 # By this secret the tasks know each other. A file, which no list of processes or of the job's variables shows.
 export OPENPI_TRAIN_JOB_TOKEN_FILE="$job_files.token"
@@ -405,7 +415,9 @@ wait "$step"
 code=$?
 rm -f "$job_files.token"
 trap '' TERM USR1
-if [ "$code" -gt 180 ]; then code=$((code - 180)); elif [ "$code" -ge 150 ]; then code=$((code - 80)); fi
+raised=$code
+case "$again" in *" $((raised - 80)) "*) code=$((raised - 80)) ;; esac
+if [ "$raised" -gt 180 ]; then code=$((raised - 180)); fi
 
 # slurmctld may be away for some minutes.
 patiently() {
@@ -415,8 +427,6 @@ patiently() {
 
 # Restarts are counted from the last progress on: a start that saved a later step than any before begins anew.
 starts=$((${SLURM_RESTART_COUNT:-0} + 1))
-last_saved=0 restarts=0
-[ -r "$job_files.restarts" ] && read -r last_saved restarts < "$job_files.restarts"
 saved=$(sed -n 's/.*"saved_step": \([0-9]*\).*/\1/p' "$job_files.status.json" 2>/dev/null)
 if [ "${saved:-0}" -gt "$last_saved" ]; then last_saved=$saved restarts=0; fi
 
@@ -429,6 +439,9 @@ avoid_failed_nodes() {  # only a pending job can be given nodes to avoid; one th
     fi
 }
 say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start $starts: exit code $code, $*"; }
+# Tasks raise their codes, so a small one is srun's own: it could not start them, or has lost the controller. A program
+# that is not there has 126 or 127.
+if [ "$raised" -ge 1 ] && [ "$raised" -le 125 ]; then code=$lost; say "srun itself has failed, with $raised"; fi
 # Codes above 128 are those of tasks that were killed: for memory, or told to stop before the program listened.
 case "$never" in *" $code "*) again="" ;; esac
 if [ "$code" -gt 128 ] && [ -n "$again" ]; then again=" $code "; fi

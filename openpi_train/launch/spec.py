@@ -13,6 +13,8 @@ from openpi_train.launch import own_python
 DEFAULT_PORT = 29500
 # The number of the restart, for a process that a launcher starts again.
 RESTART_VARIABLE = "OPENPI_TRAIN_RESTART"
+# The last step that earlier starts have saved, as far as the launcher knows: the run is there.
+SAVED_STEP_VARIABLE = "OPENPI_TRAIN_SAVED_STEP"
 # Variables that identify a process: set by launchers, never by --env.
 _PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
@@ -46,6 +48,8 @@ class LaunchSpec:
     """Secret by which the processes of a start know each other; "": process 0 makes one, in the run's folder."""
     restart: int = 0
     """How many starts of the run this launcher has made before."""
+    saved_step: int = 0
+    """The last step that they have saved."""
     program: tuple[str, ...] = dataclasses.field(default_factory=lambda: (this_python(), "-m", "openpi_train"))
 
     def __post_init__(self):
@@ -150,5 +154,7 @@ def _environment(spec: LaunchSpec, node: int, local: int) -> dict[str, str]:
         environment["OPENPI_TRAIN_HOSTS"] = ",".join(spec.hosts)  # so that waits can name missing hosts
     if spec.restart:
         environment[RESTART_VARIABLE] = str(spec.restart)
+    if spec.saved_step:
+        environment[SAVED_STEP_VARIABLE] = str(spec.saved_step)
     token = {"OPENPI_TRAIN_JOB_TOKEN": spec.token} if spec.token else {}
     return {**environment, **cpu_devices(spec.devices_per_process), **token}

@@ -135,6 +135,7 @@ class Ssh(Launch):
             port=self.master_port or DEFAULT_PORT + start.number % _PORTS,
             devices_per_process=self.here.devices_per_process,
             restart=start.number,
+            saved_step=start.saved_step,
             program=(self.python, "-m", "openpi_train"),
         )
 

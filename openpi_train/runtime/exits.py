@@ -26,7 +26,7 @@ from openpi_train.faults import (
 )
 from openpi_train.runtime import logs, phases
 from openpi_train.runtime.gpu_health import gpu_faults
-from openpi_train.runtime.system_errors import is_of_storage, passes
+from openpi_train.runtime.system_errors import is_exhausted_host, is_of_storage, passes
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +202,8 @@ def exit_code_of(error: BaseException) -> int:
             return PEER_LOST
         if is_of_storage(cause):
             return StorageError.exit_code
+        if is_exhausted_host(cause) and phases.has_taken_first_steps():
+            return PEER_LOST
     return BUG
 
 

@@ -12,11 +12,17 @@ PASSING = frozenset(
     for name in (
         *("EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "EAGAIN", "EBUSY"),
         *("ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ECONNRESET", "ECONNREFUSED"),
+        *("ESHUTDOWN", "ENOLCK", "ENODEV", "ENXIO"),  # Lustre evicts a client, NFS has no locks, a disk comes back
     )
     if hasattr(errno, name)  # EREMOTEIO is Linux's
 )
-# Full, over quota, or made read-only because of its errors.
-_UNTIL_MENDED = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS") if hasattr(errno, name))
+# Full, over quota, made read-only because of its errors, or damaged.
+_UNTIL_MENDED = frozenset(
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EUCLEAN") if hasattr(errno, name)
+)
+# The host, or the limits of the process, have no memory, threads or descriptors left.
+_EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_NO_THREAD = "can't start new thread"
 # Of these alone it is clear without a path that they are of a file: sockets and processes have the others, too.
 _OF_FILES = _UNTIL_MENDED | {errno.EIO, errno.ESTALE}
 # tensorstore, which reads and writes arrays, raises a ValueError that ends with this.
@@ -33,6 +39,12 @@ def is_of_storage(error: BaseException) -> bool:
     """Whether this is an error of a file system that fails, or is full or read-only."""
     number = _number(error)
     return number in PASSING | _UNTIL_MENDED and _is_of_file(error, number)
+
+
+def is_exhausted_host(error: BaseException) -> bool:
+    """Whether the host has no memory, threads or descriptors left for what a run has done before."""
+    no_thread = isinstance(error, RuntimeError) and _NO_THREAD in str(error)
+    return isinstance(error, MemoryError) or no_thread or _number(error) in _EXHAUSTED
 
 
 def _is_of_file(error: BaseException, number: int | None) -> bool:

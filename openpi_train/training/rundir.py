@@ -8,6 +8,7 @@ Read next: `checkpoints/checkpoint_store.py` (the step directories), `metrics.py
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import pathlib
@@ -29,6 +30,7 @@ from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.former_names import present_config
+from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.runtime.passing_errors import is_storage_fault, patiently
@@ -182,7 +184,7 @@ def _starts(given: Experiment) -> list[Any]:
     if jax.process_index() == 0 and given.resume:
         path = given.run_dir / "environment.json"
         with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
-            return patiently(lambda: _read(path), f"reading {path}")["starts"]
+            return patiently(lambda: _starts_in(path), f"reading {path}") or []
     return []
 
 
@@ -207,17 +209,28 @@ def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
     fencing.require_owned(path)
     changes = _changes(given)
     try:
-        starts = _read(path / "environment.json")["starts"]
+        starts = _starts_in(path / "environment.json")
     except FileNotFoundError:
         starts = []
+    if starts is None:
+        set_aside(path / "environment.json", "damaged")
     start = {
         **environment(),
         "hub": hub.commits(),
         **measured,
         "changed": {name: list(values) for name, values in changes.items()},
     }
-    write_json(path / "environment.json", {"starts": [*starts, start]})
+    write_json(path / "environment.json", {"starts": [*(starts or ()), start]})
     write_json(path / "experiment.json", experiment)
+
+
+def _starts_in(file: pathlib.Path) -> list[Any] | None:
+    """The starts of an `environment.json`; None, with a warning, if it is damaged: nothing that is trained needs it."""
+    try:
+        return list(read_json(file)["starts"])
+    except (ValueError, LookupError, TypeError) as error:
+        logger.warning("%s cannot be read (%s): earlier starts and their commits on the hub are not known", file, error)
+        return None
 
 
 def environment() -> dict[str, Any]:
@@ -315,6 +328,10 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and the run's folder would be {path}: give another --checkpoint-base-dir")
     is_run = (path / "experiment.json").is_file()
+    saved = os.environ.get(SAVED_STEP_VARIABLE, "")
+    if given.resume and not is_run and saved.isdecimal() and int(saved):
+        why = f"step {int(saved)} was saved here before this restart, and there is no run: is its file system away?"
+        raise OSError(errno.ESTALE, why, str(path))  # which is waited for
     # Log files may be opened before the run is, and a start that ended early leaves its lock and its generation.
     empty = {"logs", run_lock.NAME, fencing.NAME}
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):

@@ -151,6 +151,25 @@ def test_a_file_that_was_deleted_alone_is_put_back_and_a_directory_is_not(tmp_pa
     assert not run.exists()
 
 
+def test_an_emptied_file_ends_no_run(tmp_path):
+    fencing.claim(tmp_path)
+    own = (tmp_path / fencing.NAME).read_text()
+    (tmp_path / fencing.NAME).write_text("")
+    fencing.require_owned(tmp_path)
+    assert (tmp_path / fencing.NAME).read_text() == own
+
+
+@pytest.mark.parametrize("since", ["2026-01-01 10:00:00+0000, 0011", "2026-01-01 10:00:00+0200, 0011"])
+def test_the_claim_of_an_older_start_means_another_file_system(since, tmp_path):
+    """As where a restart began on the empty folder below a mount that came back later."""
+    fencing.claim(tmp_path)
+    older = f"generation 1, process 7 on elsewhere (since {since})\n"
+    (tmp_path / fencing.NAME).write_text(older)
+    with pytest.raises(StorageError, match="is not the directory that this start"):
+        fencing.require_owned(tmp_path)
+    assert (tmp_path / fencing.NAME).read_text() == older
+
+
 def test_whoever_never_claimed_a_directory_is_not_asked(tmp_path):
     (tmp_path / fencing.NAME).write_text("generation 7, somebody else\n")
     fencing.require_owned(tmp_path)

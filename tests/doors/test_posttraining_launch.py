@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from launch.test_forms import run_distributed
+from launch.test_launchers import run_distributed
 
 from openpi_train.doors.posttraining import posttraining_launch
 from openpi_train.launch import launchers

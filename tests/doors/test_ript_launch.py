@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from launch.test_forms import script
+from launch.test_launchers import script
 
 from openpi_train import faults
 from openpi_train.doors.ript import ript_launch

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from launch.test_forms import script
+from launch.test_launchers import script
 from vla_project import write_vla_project
 
 from openpi_train import cli, train_verbs

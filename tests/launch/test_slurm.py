@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch.test_forms import EXPERIMENT, run_distributed
+from launch.test_launchers import EXPERIMENT, run_distributed
 
 from openpi_train.cli import VERBS
 from openpi_train.launch import launchers
@@ -340,7 +340,7 @@ def test_job_specifications_are_checked_without_the_command_line():
 # Slurm as far as the batch script asks it: `srun` runs one task here (its exit code is Slurm's: that of the task), and
 # what `squeue` and `scontrol` are asked is answered from variables, or written down.
 STAND_INS = """
-srun() { while [ "$1" != bash ]; do shift; done; "$@"; }
+srun() { [ -n "${SRUN_CODE:-}" ] && return "$SRUN_CODE"; while [ "$1" != bash ]; do shift; done; "$@"; }
 sleep() { :; }
 # The tries are counted in a file, since squeue runs in a subshell.
 away() { echo try >> "$job_files.tries"; [ "$(wc -l < "$job_files.tries")" -le "${AWAY:-0}" ]; }
@@ -368,6 +368,8 @@ sinfo() { printf 'node%s\n' 1 2 3 3; }
         ("kill -SEGV $$", 139, 0, "RUNNING", True),
         ("kill -KILL $$", 137, 0, "COMPLETING", False),
         ("exit 130", 130, 0, "RUNNING", False),
+        ("kill -XCPU $$", 152, 0, "RUNNING", True),  # 72 + 80
+        ("exec /nowhere/python", 127, 0, "RUNNING", False),
     ],
 )
 def test_the_job_ends_with_the_runs_code_and_is_requeued_where_that_can_help(
@@ -393,6 +395,20 @@ def test_restarts_of_a_job_are_counted_from_its_last_progress_on(tmp_path):
     text = script(job_of(saves, program=("bash", "-c"), max_restarts=1, output_dir=tmp_path))
     requeued = ["scontrol requeue" in play(text, STEP=str(step)).stdout for step in (10, 20, 30, 30, 30)]
     assert requeued == [True, True, True, False, False]
+
+
+def test_a_failure_of_sruns_own_is_a_lost_start(tmp_path):
+    done = play(script(job_of("exit 0", program=("bash", "-c"), max_restarts=1, output_dir=tmp_path)), SRUN_CODE="1")
+    assert done.returncode == 70 and "scontrol requeue 4711" in done.stdout
+    assert "exit code 70, srun itself has failed, with 1" in done.stdout
+
+
+@pytest.mark.parametrize(("remembered", "seen"), [("40 1", "40"), ("", "0"), ("4\\x00", "0"), ("40", "0")])
+def test_a_start_knows_what_was_saved_before_it(remembered, seen, tmp_path):
+    job = job_of("echo saved $OPENPI_TRAIN_SAVED_STEP", program=("bash", "-c"), max_restarts=1, output_dir=tmp_path)
+    (tmp_path / f"{job.name}_4711.restarts").write_text(remembered)
+    done = play(script(job))
+    assert f"saved {seen}\n" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("away", [2, 5])

@@ -55,6 +55,8 @@ def end(body: str) -> subprocess.CompletedProcess:
         (OSError(errno.ESTALE, "Stale file handle", "x"), 70),
         (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "x"), 70),
         (OSError(errno.EROFS, "Read-only file system", "x"), 70),
+        (OSError(errno.ESHUTDOWN, "Cannot send after transport endpoint shutdown", "x"), 70),
+        (OSError(errno.EUCLEAN, "Structure needs cleaning", "x"), 70),
         (ValueError("UNKNOWN: Error reading local file: Input/output error [os_error_code='5']"), 70),
         (OSError(errno.ETIMEDOUT, "Connection timed out"), 1),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 1),
@@ -73,6 +75,22 @@ def test_a_device_without_memory_for_a_step_like_those_before_has_failed_and_no_
     assert exits.exit_code_of(error) == exits.HARDWARE
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError(errno.EMFILE, "Too many open files", "x"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_a_host_without_memory_threads_or_descriptors_is_no_bug_of_a_run_that_has_taken_steps(error, monkeypatch):
+    monkeypatch.setattr(phases, "_step_durations_s", collections.deque([0.1, 0.1]))
+    assert exits.exit_code_of(error) == exits.BUG
+    phases.step_done(3)
+    assert exits.exit_code_of(error) == exits.PEER_LOST
+
+
 def test_an_error_that_may_pass_is_no_error_of_the_users_file():
     for number, kind in ((errno.EIO, exits.StorageError), (errno.ENOSPC, exits.DataError)):
         with pytest.raises(kind, match=r"a\.json"):
@@ -82,7 +100,7 @@ def test_an_error_that_may_pass_is_no_error_of_the_users_file():
 
 def told(*errors):
     """What is raised where checks raise these in turn."""
-    together = exits.Together()
+    together = exits.ErrorCollector()
     for error in errors:
         with together:
             raise error

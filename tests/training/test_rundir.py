@@ -16,10 +16,11 @@ from openpi_train_configs.debug import debug
 
 from openpi_train.data.core import hub
 from openpi_train.fields import as_json, changed_fields
+from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD
 from openpi_train.runtime import passing_errors
-from openpi_train.runtime.exits import USAGE, UsageError
+from openpi_train.runtime.exits import USAGE, StorageError, UsageError
 from openpi_train.training import rundir
 from openpi_train.training.rundir import check_run, environment, open_run, record_start
 
@@ -121,6 +122,27 @@ def test_resume_keeps_the_record_of_every_start(tmp_path):
     assert run.resumed
     starts = json.loads((run.path / "environment.json").read_text())["starts"]
     assert [entry["changed"] for entry in starts] == [{}, {"resume": [False, True]}]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1"])
+def test_a_damaged_record_of_starts_is_moved_aside(content, tmp_path, caplog):
+    run = start(tmp_path)
+    (run.path / "environment.json").write_text(content)
+    start(tmp_path, resume=True)
+    assert len(json.loads((run.path / "environment.json").read_text())["starts"]) == 1
+    assert [file.read_text() for file in run.path.glob("environment.json.damaged-*")] == [content]
+    assert "environment.json cannot be read" in caplog.text
+
+
+def test_a_restart_that_finds_no_run_where_one_was_saved_waits_for_the_file_system(tmp_path, monkeypatch):
+    monkeypatch.setenv(SAVED_STEP_VARIABLE, "60")
+    clock = iter(range(0, 10_000, 40))
+    slow = types.SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(clock))
+    monkeypatch.setattr(passing_errors, "time", slow)
+    with pytest.raises(StorageError, match=r"step 60 was saved here before this restart"):
+        check_run(given(tmp_path, resume=True))
+    start(tmp_path)  # it is back
+    check_run(given(tmp_path, resume=True))
 
 
 def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(tmp_path, monkeypatch):
