@@ -39,6 +39,7 @@ _MOST_BYTES = 1 << 17
 # What a fork may have of its own: read when a run begins, by no import.
 _FREE = ("OPENPI_TRAIN_", "PYTEST_", "XLA_FLAGS", "NPROC")
 _FREE += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_HOME = "OPENPI_TRAIN_HOME"
 _DEVICES = "JAX_NUM_CPU_DEVICES"  # jax reads it when it is imported; `_become` tells jax
 
 # What every process of the tests has. One thread of numpy's: the server may have none beside its own.
@@ -242,6 +243,9 @@ def _become(args: list[str], env: Mapping[str, str], before: Callable[[], object
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for signum in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(signum, signal.SIG_IGN)
+        if env.get(_HOME) != os.environ.get(_HOME):  # experiments have read it
+            for name in [name for name in sys.modules if name.startswith("openpi_train_configs.")]:
+                del sys.modules[name]
         os.environ.clear()
         os.environ.update(env)
         if _DEVICES in env:
