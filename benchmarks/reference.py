@@ -18,6 +18,7 @@ from flax import nnx
 
 from benchmarks.steps import Trial
 from openpi_train.objectives.flow_matching import FlowMatching
+from openpi_train.parallel.params import ParamUse
 from openpi_train.parallel.state import TrainState
 from openpi_train.training.step import Metrics, Trainer
 
@@ -34,7 +35,7 @@ def reference_of(trainer: Trainer, remat: str) -> "ReferenceTrainer":
     ours: Any = trainer.model
     model = dataclasses.replace(ours, remat=remat, attention="xla")
     objective = ReferenceFlowMatching(**vars(trainer.objective))
-    changes = {"model": model, "objective": objective, "graphdef": _graph(model), "unroll_layers": False}
+    changes = {"model": model, "objective": objective, "graphdef": _graph(model), "use": ParamUse()}
     fields = {field.name: getattr(trainer, field.name) for field in dataclasses.fields(trainer)}
     return ReferenceTrainer(**{**fields, **changes})
 

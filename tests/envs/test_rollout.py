@@ -137,7 +137,7 @@ class Somewhere(Counter):
 
 
 def test_rollouts_from_one_state_differ_by_the_policys_keys_alone():
-    def rollout(*keys, **more):
+    def once(*keys, **more):
         draws, starts = [], []
 
         def act(observation, keys):
@@ -149,11 +149,11 @@ def test_rollouts_from_one_state_differ_by_the_policys_keys_alone():
         return starts[0], draws
 
     first, other = keys_of(2), keys_of(2, seed=1)
-    start, draws = rollout(first)
-    assert rollout(first, policy_keys=first) == (start, draws)
-    assert rollout(first, policy_keys=other) == (start, rollout(other)[1])
-    assert rollout(other, policy_keys=first) == (rollout(other)[0], draws)
-    assert start != rollout(other)[0] and draws != rollout(other)[1]
+    start, draws = once(first)
+    assert once(first, policy_keys=first) == (start, draws)
+    assert once(first, policy_keys=other) == (start, once(other)[1])
+    assert once(other, policy_keys=first) == (once(other)[0], draws)
+    assert start != once(other)[0] and draws != once(other)[1]
 
 
 def test_chunks_that_do_not_fit_are_refused():
