@@ -20,7 +20,7 @@ def test_five_demonstrations_of_one_task_teach_it(tmp_path):
     check(
         openpi_train(*words),
         0,
-        "drawer-close: 5 demonstrations of 5 rollouts",
+        "drawer-close: 5 demonstrations of 5 attempts",
         "tasks drawer-close ('close the drawer')",
     )
     train(tmp_path, "metaworld_mt5_flow", "--dataset", store, *SHORT)
