@@ -62,7 +62,7 @@ FAULTS = (
     Fault(
         "checkpoint",
         CHECKPOINT,
-        "none usable, no such model on the hub, or no disk space for several saves in a row",
+        "none usable, no such model on the hub, or no disk space for a first one",
         "free disk space, restore a copy, check the name",
     ),
     Fault(
@@ -95,8 +95,8 @@ FAULTS = (
     Fault(
         "storage",
         PEER_LOST,
-        "a file system failed to read or write for minutes",
-        "restart with `--resume`",
+        "a file system failed to read or write for minutes, or was full for several saves in a row",
+        "free disk space; restart with `--resume`",
         Restart.SAME_HOSTS,
     ),
     Fault(

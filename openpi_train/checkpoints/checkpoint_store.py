@@ -66,7 +66,7 @@ from openpi_train.runtime.exits import (
     exit_code_of,
     reported_as,
 )
-from openpi_train.runtime.passing_errors import is_storage_fault, patiently
+from openpi_train.runtime.passing_errors import is_of_surroundings, patiently
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +143,9 @@ class Checkpoints:
             extra: further JSON values, such as the wandb run id.
 
         Raises:
-            CheckpointError: the former save failed (StorageError: because of the file system), or, on every process,
-                the disk has no space. Older checkpoints are intact.
+            CheckpointError, StorageError: the former save failed, or, on every process, there is no disk space.
+                StorageError where the file system or the host is to blame, or the disk had room for a checkpoint
+                before. Older checkpoints are intact.
         """
         started = time.monotonic()
         step = int(state.step)
@@ -156,14 +157,16 @@ class Checkpoints:
         meta = make_meta(step, items, data_position, experiment, extra)
         local = self._start_locally(step, items, meta)
         self._finish_pending()
-        problem, is_of_storage = "", False
+        problem = None
         if self._is_writer:
             size = size_bytes(items) + sum(map(len, (files or {}).values()))
             try:
-                problem = patiently(lambda: self._begin(step, size), f"beginning {self._dirs.draft(step)}")
-            except (OSError, StorageError) as error:
-                problem, is_of_storage = f"saving checkpoint {step} failed: {error}", is_storage_fault(error)
-        self._raise_together(problem, is_of_storage)
+                patiently(lambda: self._begin(step, size), f"beginning {self._dirs.draft(step)}")
+            except (CheckpointError, StorageError) as error:
+                problem = [str(error), isinstance(error, StorageError)]
+            except OSError as error:
+                problem = [f"saving checkpoint {step} failed: {error}", is_of_surroundings(error)]
+        self._raise_together(problem)
         self._source = source = local or PieceSource(fetch_share(items))
         self._saved_step = step
         arrays = host_arrays(items, source)
@@ -305,28 +308,28 @@ class Checkpoints:
             concurrent.futures.wait([self._pending])  # the copy of a save that failed: no second state in memory
         return self._local.save(step, items, meta)
 
-    def _begin(self, step: int, size: int) -> str:
-        """Make room and the folders for a save; returns what is in the way."""
+    def _begin(self, step: int, size: int) -> None:
+        """Make room and the folders for a save."""
         self._dirs.remove_left_overs()  # a failed save's files may fill the disk
-        problem = self._obstacle(step, size)
-        if not problem:
-            self._writer.begin(self._dirs.new_draft(step))
-        return problem
+        self._require_room(step, size)
+        self._writer.begin(self._dirs.new_draft(step))
 
-    def _obstacle(self, step: int, size: int) -> str:
+    def _require_room(self, step: int, size: int) -> None:
+        """Raise CheckpointError where nothing can be saved; StorageError on a disk that has had room before."""
         self._dirs.set_aside_interrupted()
         if self.step_dir(step).exists():
-            return (
+            raise CheckpointError(
                 f"{self.step_dir(step)} exists already, from another run or one that was not restored; "
                 "use --resume to continue that run, or --overwrite to move it aside"
             )
         needed, free = size + _SLACK_BYTES, shutil.disk_usage(self.directory).free
         if needed <= free:
-            return ""
-        return (
+            return
+        usable = self.steps()
+        raise (StorageError if usable else CheckpointError)(
             f"not enough disk space for checkpoint {step} in {self.directory}: it needs {_megabytes(needed)}, "
             f"{_megabytes(free)} are free. Free some space, lower --keep-last, raise --keep-period, or use another "
-            f"--checkpoint-base-dir. Nothing was written; usable checkpoints: {self.steps() or 'none'}"
+            f"--checkpoint-base-dir. Nothing was written; usable checkpoints: {usable or 'none'}"
         )
 
     def _finish_pending(self) -> None:
@@ -339,9 +342,9 @@ class Checkpoints:
             return
         error = pending.exception()
         own = None if error is None or isinstance(error, _FailedElsewhere) else error
-        if own is not None and exit_code_of(own) in _OTHER_FAULTS and not is_storage_fault(own):
+        if own is not None and exit_code_of(own) in _OTHER_FAULTS and not is_of_surroundings(own):
             self._give_up(f"saving checkpoint {self._saved_step} failed: {type(own).__name__}: {own}", own)
-        said = None if own is None else [f"{type(own).__name__}: {own}", is_storage_fault(own)]
+        said = None if own is None else [f"{type(own).__name__}: {own}", is_of_surroundings(own)]
         told = agree.gather(f"outcome of checkpoint {self._saved_step}", said)
         found = {index: what for index, what in enumerate(told) if what is not None}
         if found:
@@ -349,12 +352,12 @@ class Checkpoints:
             kind = StorageError if all(of_storage for _, of_storage in found.values()) else CheckpointError
             self._give_up(f"saving checkpoint {self._saved_step} failed: {'; '.join(texts)}", own, kind)
 
-    def _raise_together(self, problem: str, is_of_storage: bool) -> None:
-        """Raise process 0's problem on every process."""
-        name = f"room for checkpoint after {self._saved_step}"
-        problem, is_of_storage = agree.gather(name, [problem, is_of_storage])[0]
-        if problem:
-            self._give_up(problem, kind=StorageError if is_of_storage else CheckpointError)
+    def _raise_together(self, problem: list[Any] | None) -> None:
+        """Raise process 0's problem, and whether it is a StorageError, on every process."""
+        problem = agree.gather(f"room for checkpoint after {self._saved_step}", problem)[0]
+        if problem is not None:
+            text, is_of_storage = problem
+            self._give_up(text, kind=StorageError if is_of_storage else CheckpointError)
 
     def _give_up(
         self, problem: str, cause: BaseException | None = None, kind: type[RunError] = CheckpointError
@@ -366,7 +369,7 @@ class Checkpoints:
             self._local.wait()  # the run ends here, and may continue from the local save in progress
         # Of a lost process the watchdog knows the reason; neither is a failed device a fault of the checkpoint, nor a
         # newer start of the run.
-        if cause is not None and not is_storage_fault(cause):
+        if cause is not None and not is_of_surroundings(cause):
             kind = _OTHER_FAULTS.get(exit_code_of(cause), kind)
         raise kind(problem) from cause
 

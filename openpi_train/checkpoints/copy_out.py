@@ -8,6 +8,7 @@ Read next: `pieces.py` (what is written from where), `checkpoint_store.py` (whic
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -109,7 +110,7 @@ class ArrayWriter:
     """
 
     def __init__(self, *items: str):
-        sys.unraisablehook = _not_of_late_writes
+        sys.unraisablehook = functools.partial(_not_of_late_writes, sys.unraisablehook)
         dispatcher: Any = _Dispatcher()
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, dispatcher=dispatcher)
         registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler))
@@ -148,10 +149,10 @@ class ArrayWriter:
             handler.close()
 
 
-def _not_of_late_writes(unraisable: Any) -> None:
+def _not_of_late_writes(otherwise: Callable[[Any], object], unraisable: Any) -> None:
     """As usual, but where a write has failed, tensorstore's threads print that Orbax does not hear of the others."""
     if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+        otherwise(unraisable)
 
 
 def background_thread() -> concurrent.futures.ThreadPoolExecutor:

@@ -250,8 +250,11 @@ def script(job: Slurm) -> str:
             _TOKEN,
             _TASK,
             f"program=({shlex.join(_program(job))})",
-            f"{shlex.join(_srun(job))} \\",
-            '    bash -c "$task" task "${program[@]}" &',
+            "{",
+            f'    patiently write_token || {{ echo "{_NO_TOKEN}"; exit 1; }}',
+            f"    {shlex.join(_srun(job))} \\",
+            '        bash -c "$task" task "${program[@]}"',
+            "} &",
             _END,
         ]
     )
@@ -388,9 +391,20 @@ case "$last_saved:$restarts" in *[!0-9:]*|:*|*:) last_saved=0 restarts=0 ;; esac
 export {SAVED_STEP_VARIABLE}=$last_saved"""
 
 _TOKEN = r"""
+# slurmctld may be away for some minutes, or the disk full.
+patiently() {
+    for pause in 1 2 5 10 20 30 60 60 60 60; do "$@" && return; sleep "$pause"; done
+    "$@"
+}
+
 # By this secret the tasks know each other. A file, which no list of processes or of the job's variables shows.
 export OPENPI_TRAIN_JOB_TOKEN_FILE="$job_files.token"
-(umask 077; rm -f "$job_files.token"; od -An -v -tx1 -N16 /dev/urandom | tr -d ' \n' > "$job_files.token")"""
+write_token() {
+    (umask 077; rm -f "$job_files.token"; od -An -v -tx1 -N16 /dev/urandom | tr -d ' \n' > "$job_files.token")
+    [ "$(wc -c < "$job_files.token")" -eq 32 ]
+}
+rm -f "$job_files.ended_well" """
+_NO_TOKEN = "$job_files.token cannot be written: is the disk full?"
 
 _TASK = r"""
 # srun returns the highest exit code of its tasks, which should be the cause and not a consequence. So each task raises
@@ -400,6 +414,7 @@ _TASK = r"""
 task='trap : INT TERM USR1 USR2
     [ "$SLURM_PROCID" = 0 ] && export OPENPI_TRAIN_STATUS_FILE="$job_files.status.json"
     "$@"; code=$?
+    [ "$code:$SLURM_PROCID" = 0:0 ] && : > "$job_files.ended_well"
     [ "$code" = "$without_node" ] && echo "$SLURMD_NODENAME" >> "$job_files.failed_nodes"
     case "$again" in *" $code "*) exit $((code + 80));; esac
     [ "$code" -ge 1 ] && [ "$code" -le 75 ] && code=$((code + 180)); exit "$code"'
@@ -419,12 +434,6 @@ raised=$code
 case "$again" in *" $((raised - 80)) "*) code=$((raised - 80)) ;; esac
 if [ "$raised" -gt 180 ]; then code=$((raised - 180)); fi
 
-# slurmctld may be away for some minutes.
-patiently() {
-    for pause in 1 2 5 10 20 30 60 60 60 60; do "$@" && return; sleep "$pause"; done
-    "$@"
-}
-
 # Restarts are counted from the last progress on: a start that saved a later step than any before begins anew.
 starts=$((${SLURM_RESTART_COUNT:-0} + 1))
 saved=$(sed -n 's/.*"saved_step": \([0-9]*\).*/\1/p' "$job_files.status.json" 2>/dev/null)
@@ -442,6 +451,9 @@ say() { echo "$(date +%FT%T) job $SLURM_JOB_ID, start $starts: exit code $code, 
 # Tasks raise their codes, so a small one is srun's own: it could not start them, or has lost the controller. A program
 # that is not there has 126 or 127.
 if [ "$raised" -ge 1 ] && [ "$raised" -le 125 ]; then code=$lost; say "srun itself has failed, with $raised"; fi
+# It may end with 0 where a node went down.
+if [ "$raised" = 0 ] && [ ! -e "$job_files.ended_well" ]; then code=$lost; say "srun ended with 0, but not the run"; fi
+rm -f "$job_files.ended_well"
 # Codes above 128 are those of tasks that were killed: for memory, or told to stop before the program listened.
 case "$never" in *" $code "*) again="" ;; esac
 if [ "$code" -gt 128 ] && [ -n "$again" ]; then again=" $code "; fi

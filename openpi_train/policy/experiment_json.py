@@ -2,15 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.former_names import present_config
 from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.runtime.exits import CheckpointError
 
 
 def experiment_from_json(
@@ -33,20 +30,3 @@ def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) 
         return experiment
     model = config_from_json(said["model"], ModelConfig, "experiment.model", classes_of(own))
     return dataclasses.replace(experiment, model=model)
-
-
-def recorded_json(run: Path) -> Mapping[str, Any] | None:
-    """What a run's directory has recorded of its experiment, as `as_json` stores it; None if there is no run.
-
-    Raises CheckpointError if the file is damaged.
-    """
-    file = run / "experiment.json"
-    if not file.is_file():
-        return None
-    try:
-        found = read_json(file)
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); put a copy back") from error
-    if not isinstance(found, Mapping) or found.get("__class__") != Experiment.__name__:
-        raise CheckpointError(f"{file} is no record of an experiment; put a copy back")
-    return present_config(found)

@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from openpi_train.faults import (
     BUG,
@@ -26,7 +27,13 @@ from openpi_train.faults import (
 )
 from openpi_train.runtime import logs, phases
 from openpi_train.runtime.gpu_health import gpu_faults
-from openpi_train.runtime.system_errors import is_exhausted_host, is_of_storage, passes
+from openpi_train.runtime.system_errors import (
+    is_exhausted_host,
+    is_lost_permission,
+    is_of_storage,
+    is_unknown_host,
+    passes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +207,9 @@ def exit_code_of(error: BaseException) -> int:
             return HARDWARE
         if from_runtime and any(sign in str(cause) for sign in _PEER_LOST_SIGNS):
             return PEER_LOST
-        if is_of_storage(cause):
-            return StorageError.exit_code
-        if is_exhausted_host(cause) and phases.has_taken_first_steps():
+        if is_of_storage(cause) or is_unknown_host(cause):
+            return PEER_LOST
+        if phases.has_taken_first_steps() and (is_exhausted_host(cause) or is_lost_permission(cause)):
             return PEER_LOST
     return BUG
 
@@ -235,24 +242,47 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
     faulthandler.enable()
     # `kill -USR2 <process>` prints where every thread is. SIGUSR1 stays free for preemption notices.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    reason = ""
+    threading.excepthook = _end_if_exhausted(threading.excepthook)
+    sys.unraisablehook = _end_if_exhausted(sys.unraisablehook)
     try:
         code = main() or DONE
     except SystemExit as ending:  # argparse and tyro end this way, after a message
         code = ending.code or DONE
     except BaseException as error:
-        code = exit_code_of(error)
-        reason = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-        logs.tell_path()  # before the error, which is the last line
-        _report(error, code)
+        fail(error)
     if code == DONE:
         sys.exit(DONE)
     if isinstance(code, str):
         logger.error("%s", code)
-    code = code if isinstance(code, int) else BUG
+    _take_leave(code if isinstance(code, int) else BUG, "")
+
+
+def fail(error: BaseException) -> NoReturn:
+    """End the process because of `error`, from any thread, with its message and exit code."""
+    code = exit_code_of(error)
+    logs.tell_path()  # before the error, which is the last line
+    _report(error, code)
+    _take_leave(code, str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}")
+
+
+def _take_leave(code: int, reason: str) -> NoReturn:
     if _say_farewell is not None:
         _say_farewell(code, reason)
     end(code)
+
+
+def _end_if_exhausted(otherwise: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A hook for errors that nobody catches: one of an exhausted host ends the process.
+
+    Whoever waits for that thread would do so for ever: Orbax does for a write whose end could not be told it.
+    """
+
+    def hook(told: Any) -> object:
+        if told.exc_value is not None and is_exhausted_host(told.exc_value):
+            fail(told.exc_value)
+        return otherwise(told)
+
+    return hook
 
 
 def _report(error: BaseException, code: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from openpi_train.runtime.exits import StorageError, causes
-from openpi_train.runtime.system_errors import is_of_storage, passes
+from openpi_train.runtime.system_errors import is_exhausted_host, is_lost_permission, is_of_storage, passes
 
 logger = logging.getLogger(__name__)
 
@@ -48,3 +48,8 @@ def patiently(act: Callable[[], Result], what: str, *, limit_s: float = _LIMIT_S
 def is_storage_fault(error: BaseException) -> bool:
     """Whether the error, or one of its causes, is of a file system that fails, or is full or read-only."""
     return any(isinstance(cause, StorageError) or is_of_storage(cause) for cause in causes(error))
+
+
+def is_of_surroundings(error: BaseException) -> bool:
+    """Whether a save that fails so is no fault of the run: a file system, or a host without memory or descriptors."""
+    return is_storage_fault(error) or any(is_exhausted_host(one) or is_lost_permission(one) for one in causes(error))

@@ -1,10 +1,11 @@
-"""Which errors are a file system's, whatever the file: those that pass, and those that last until somebody mends it.
+"""Which errors are of what a run stands on: a file system, the host, the name service. Those of files pass, or last.
 
 Read next: `passing_errors.py`, which waits for them to pass; `exits.py`, which ends a run for a restart.
 """
 
 import errno
 import re
+import socket
 
 # Such as those of a file server's failover.
 PASSING = frozenset(
@@ -23,6 +24,8 @@ _UNTIL_MENDED = frozenset(
 # The host, or the limits of the process, have no memory, threads or descriptors left.
 _EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 _NO_THREAD = "can't start new thread"
+# A ticket has expired, or a server was set up anew: what a run could read and write before, it could before.
+_NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM})
 # Of these alone it is clear without a path that they are of a file: sockets and processes have the others, too.
 _OF_FILES = _UNTIL_MENDED | {errno.EIO, errno.ESTALE}
 # tensorstore, which reads and writes arrays, raises a ValueError that ends with this.
@@ -45,6 +48,16 @@ def is_exhausted_host(error: BaseException) -> bool:
     """Whether the host has no memory, threads or descriptors left for what a run has done before."""
     no_thread = isinstance(error, RuntimeError) and _NO_THREAD in str(error)
     return isinstance(error, MemoryError) or no_thread or _number(error) in _EXHAUSTED
+
+
+def is_lost_permission(error: BaseException) -> bool:
+    """Whether a file may not be read or written any more, by a run that has done so before."""
+    return _number(error) in _NO_PERMISSION and _is_of_file(error, _number(error))
+
+
+def is_unknown_host(error: BaseException) -> bool:
+    """Whether the name service does not answer now."""
+    return isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
 
 
 def _is_of_file(error: BaseException, number: int | None) -> bool:

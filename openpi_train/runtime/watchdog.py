@@ -16,16 +16,13 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from openpi_train.runtime import exits, logs, phases, step_times
+from openpi_train.runtime import exits, logs, phases, stacks, step_times
 from openpi_train.runtime.exits import DONE, PEER_LOST, PREEMPTED
 from openpi_train.runtime.peer import Ending, Peer, PeerStatus
 from openpi_train.runtime.step_times import StepTimes
@@ -33,8 +30,6 @@ from openpi_train.runtime.waiting import Timeouts, duration
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_DATA = _PACKAGE / "data"
 _BEAT_S = 2.0
 _REPORT_EVERY_S = 15.0
 _SUSPICIOUS_BEATS = 2  # without a message; one is usual, since heartbeats are not synchronised
@@ -240,7 +235,7 @@ class Watchdog:
             limit_s=phases.limit_s(),
             points=phases.points(),
             times=dataclasses.asdict(step_times.own()),
-            where=_where() if idle_s > self._beat_s else "",
+            where=stacks.where() if idle_s > self._beat_s else "",
         )
 
     def _tell(self, kind: str, message: PeerStatus | Ending) -> None:
@@ -301,22 +296,6 @@ class Watchdog:
         self._wait_for_the_reason()
         logger.critical("aborted by C++ code, which said why on stderr")
         logs.dump_stacks()
-
-
-def _where() -> str:
-    """Where the main thread is, and where a thread is that reads data, for which the main thread may wait."""
-    frames, main = sys._current_frames(), threading.main_thread().ident or 0
-    readers = [_place(frame, _DATA) for thread, frame in frames.items() if thread != main]
-    places = [_place(frames.get(main), _PACKAGE)[0], *[f"a reader in {place}" for place, ours in readers if ours][:1]]
-    return "in " + "; ".join(places)
-
-
-def _place(frame: Any, folder: Path) -> tuple[str, bool]:
-    """The innermost function of a thread, and the innermost in this folder; and whether there is one."""
-    frames = [(each.f_code.co_name, each.f_code.co_filename, line) for each, line in traceback.walk_stack(frame)]
-    ours = [place for place in frames if place[1].startswith(f"{folder}{os.sep}")]
-    shown = dict.fromkeys([*frames[:1], *ours[:1]])
-    return ", within ".join(f"{name} ({Path(file).name}:{line})" for name, file, line in shown), bool(ours)
 
 
 def _end_anyway(code: int) -> None:

@@ -17,8 +17,8 @@ from openpi_train.command_line import RunFlags, parse_fields, parse_known
 from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
-from openpi_train.policy.experiment_json import recorded_json
 from openpi_train.tools.resume_run import OF_A_START
+from openpi_train.training.run_record import recorded_json
 
 logger = logging.getLogger(__name__)
 

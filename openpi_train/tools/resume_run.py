@@ -14,10 +14,11 @@ from openpi_train.command_line import RunFlags, parse_known
 from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
-from openpi_train.policy.experiment_json import experiment_from_json, recorded_json
+from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.runtime.system_errors import passes
 from openpi_train.tools.requests import ResumeRequest
+from openpi_train.training.run_record import recorded_json
 
 logger = logging.getLogger(__name__)
 

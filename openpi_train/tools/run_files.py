@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.core.files import read_json
-from openpi_train.former_names import present_config, present_metrics
+from openpi_train.former_names import present_metrics
 from openpi_train.planning.gpu.run_account import RECORD
-from openpi_train.policy.experiment_json import recorded_json
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.goodput import read_account, share
+from openpi_train.training.run_record import recorded_json
 
 
 class Missing(Exception):
@@ -60,7 +60,7 @@ class RunFiles:
     @functools.cached_property
     def experiment(self) -> Mapping[str, Any]:
         """The experiment of the run."""
-        return present_config(self.json("experiment.json"))
+        return recorded_json(self.path) or {}
 
     @functools.cached_property
     def metrics(self) -> Sequence[Mapping[str, Any]]:

@@ -10,7 +10,8 @@ from openpi_train.checkpoints.step_dirs import best_of, complete_steps
 from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.interop.manifest import has_manifest
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
+from openpi_train.training.run_record import recorded_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,6 @@ def _at(path: Path, own: Path, word: str) -> ResumePoint:
 
 def _recorded(run: Path) -> str | None:
     """The `resume_from` of the run's last start."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(run / "experiment.json").get("resume_from")
+    with contextlib.suppress(OSError, CheckpointError):
+        return (recorded_json(run) or {}).get("resume_from")
     return None

@@ -29,15 +29,15 @@ from openpi_train.data.core import hub
 from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
-from openpi_train.former_names import present_config
 from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import DataError, UsageError
+from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
 from openpi_train.runtime.passing_errors import is_storage_fault, patiently
 from openpi_train.runtime.versions import package_versions
 from openpi_train.runtime.world import is_restart
 from openpi_train.training import run_lock
 from openpi_train.training.resume_point import resume_point
+from openpi_train.training.run_record import recorded_json
 
 logger = logging.getLogger(__name__)
 
@@ -376,15 +376,12 @@ def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
 
 def _changes(given: Experiment) -> dict[str, tuple[Any, Any]]:
     """Every field of the saved run that differs in `given`."""
-    found = changed_fields(present_config(_read(given.run_dir / "experiment.json")), as_json(given))
-    return {name: values for name, values in found.items() if resume_verdict(given, name, *values) != "retired"}
-
-
-def _read(path: pathlib.Path) -> Any:
     try:
-        return read_json(path)
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be read ({error}); put a copy back") from error
+        recorded = recorded_json(given.run_dir) or {}
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+    found = changed_fields(recorded, as_json(given))
+    return {name: values for name, values in found.items() if resume_verdict(given, name, *values) != "retired"}
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:

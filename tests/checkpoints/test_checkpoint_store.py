@@ -462,12 +462,31 @@ def test_leaves_that_only_the_checkpoint_has_are_named(run):
         Checkpoints(run).restore(abstract(make_state(0, ema=False)))
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ENOSPC])
+def test_a_host_or_a_disk_that_refuses_a_save_is_no_fault_of_the_run(tmp_path, monkeypatch, number):
+    checkpoints = save_steps(tmp_path, 1)
+    refused = OSError(number, os.strerror(number), str(tmp_path))
+    monkeypatch.setattr(checkpoints._dirs, "new_draft", lambda step: (_ for _ in ()).throw(refused))
+    with pytest.raises(StorageError, match=os.strerror(number)):
+        checkpoints.save(make_state(2), **SAVED_WITH)
+    checkpoints.close()
+
+
+def test_a_disk_without_room_for_a_first_checkpoint_is_the_users(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint_store.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(CheckpointError, match="not enough disk space for checkpoint 1"):
+        checkpoints.save(make_state(1), **SAVED_WITH)
+    checkpoints.close()
+
+
 def test_full_disk_is_an_error_before_the_save_and_training_may_go_on(tmp_path, monkeypatch):
     checkpoints = save_steps(tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint_store.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"needs 1\.1 MB, 1\.0 MB are free. Free some space.*usable.*\[1\]"):
+    with pytest.raises(StorageError, match=r"needs 1\.1 MB, 1\.0 MB are free. Free some space.*usable.*\[1\]"):
         checkpoints.save(make_state(2), **SAVED_WITH)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.undo()
@@ -482,7 +501,7 @@ FOUR_MIB = pytest.mark.parametrize("small_disk", ["4m"], indirect=True)
 @FOUR_MIB
 def test_save_is_refused_on_a_disk_that_is_too_small(small_disk):
     checkpoints = save_steps(small_disk, 1)
-    with pytest.raises(CheckpointError, match="not enough disk space for checkpoint 2"):
+    with pytest.raises(StorageError, match="not enough disk space for checkpoint 2"):
         checkpoints.save(make_state(2, rows=100_000), **SAVED_WITH)
     assert checkpoints.steps() == [1]
     checkpoints.close()

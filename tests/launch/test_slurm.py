@@ -38,8 +38,8 @@ def step(text: str) -> list[str]:
     """The words of the srun line, its program included."""
     lines = text.replace("\\\n", " ").splitlines()
     (program,) = (line for line in lines if line.startswith("program=("))
-    (srun,) = (line for line in lines if line.startswith("srun "))
-    return [*shlex.split(srun)[:-6], *shlex.split(program.removeprefix("program=(").removesuffix(")"))]
+    (srun,) = (line for line in lines if line.startswith("    srun "))
+    return [*shlex.split(srun)[:-5], *shlex.split(program.removeprefix("program=(").removesuffix(")"))]
 
 
 def test_every_option_is_in_the_file_and_bash_reads_it(capsys, tmp_path):
@@ -135,13 +135,9 @@ def test_the_tasks_of_the_file_meet_at_the_address_that_was_chosen(tmp_path):
     task |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
     ask = "import os; from openpi_train.runtime.world import *; world = find_world(WorldFlags(), os.environ); "
     ask += "print(world.source, world.process_index, world.coordinator)"
-    job = job_of(ask, program=(sys.executable, "-c"), env=("MASTER_ADDR={host}-ib", "MASTER_PORT=4000"))
-    stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
-    stale = {"MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}
-    environ = {**os.environ, **stale, "SLURM_JOB_ID": "1", **task}
-    done = subprocess.run(
-        ["bash"], input=stand_in + script(job), env=environ, capture_output=True, text=True, check=True
-    )
+    variables = ("MASTER_ADDR={host}-ib", "MASTER_PORT=4000")
+    job = job_of(ask, program=(sys.executable, "-c"), env=variables, output_dir=tmp_path)
+    done = play(script(job), MASTER_ADDR="localhost", RANK="0", WORLD_SIZE="1", **task)
     assert done.stdout.splitlines()[0] == "slurm 1 gpu07-ib:4000", done.stderr
 
 
@@ -318,14 +314,13 @@ def test_a_step_is_what_srun_has_started():
     assert not in_slurm_step({**SLURM_TASK, "SLURM_STEP_ID": "4294967290"})
 
 
-def test_a_program_of_any_words_reaches_the_tasks_unchanged():
+def test_a_program_of_any_words_reaches_the_tasks_unchanged(tmp_path):
     words = ("debug", "--exp-name", "it's a $HOME; `x`")
-    text = script(job_of(*words, program=("printf", "%s\n")))
+    text = script(job_of(*words, program=("printf", "%s\n"), output_dir=tmp_path))
     # An srun that starts one task, and a Slurm that is not asked anything after exit code 0.
     stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
-    done = subprocess.run(
-        ["bash"], input=stand_in + text, env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True
-    )
+    environ = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}
+    done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True)
     assert done.stdout.splitlines()[: len(words)] == list(words)
     assert done.returncode == 0
 
@@ -403,6 +398,25 @@ def test_a_failure_of_sruns_own_is_a_lost_start(tmp_path):
     assert "exit code 70, srun itself has failed, with 1" in done.stdout
 
 
+def test_an_end_that_srun_alone_calls_good_is_a_lost_start(tmp_path):
+    """Slurm 22.05 ended a step with 0 whose node had gone down."""
+    text = script(job_of("exit 0", program=("bash", "-c"), max_restarts=1, output_dir=tmp_path))
+    done = play(text, SRUN_CODE="0")
+    assert done.returncode == 70 and "scontrol requeue 4711" in done.stdout
+    assert "exit code 70, srun ended with 0, but not the run" in done.stdout
+    assert play(text).returncode == 0 and not list(tmp_path.glob("*.ended_well"))
+
+
+@pytest.mark.parametrize(("tries", "requeued"), [(3, False), (1000, True)])
+def test_a_secret_that_a_full_disk_has_cut_is_written_again(tmp_path, tries, requeued):
+    text = script(job_of("cat $OPENPI_TRAIN_JOB_TOKEN_FILE", program=("bash", "-c"), output_dir=tmp_path))
+    full = f"""od() {{ echo >> {tmp_path}/tries; [ $(wc -l < {tmp_path}/tries) -gt {tries} ] && command od "$@"; }}\n"""
+    done = play(full + text)
+    assert ("scontrol requeue 4711" in done.stdout, done.returncode == 70) == (requeued, requeued)
+    assert ("token cannot be written" in done.stdout) == requeued
+    assert bool(re.search("[0-9a-f]{32}", done.stdout)) != requeued
+
+
 @pytest.mark.parametrize(("remembered", "seen"), [("40 1", "40"), ("", "0"), ("4\\x00", "0"), ("40", "0")])
 def test_a_start_knows_what_was_saved_before_it(remembered, seen, tmp_path):
     job = job_of("echo saved $OPENPI_TRAIN_SAVED_STEP", program=("bash", "-c"), max_restarts=1, output_dir=tmp_path)
@@ -430,9 +444,7 @@ def test_of_several_tasks_the_cause_has_the_highest_code(tmp_path):
     codes = {}
     for task in ("exit 0", "kill -KILL $$", "exit 70", "exit 71", "exit 75", "exit 1", "exit 5", "exit 72"):
         text = script(job_of(task, program=("bash", "-c"), output_dir=tmp_path))
-        stand_in = 'srun() { while [ "$1" != bash ]; do shift; done; "$@"; echo "task $?"; }\n'
-        environ = {**os.environ, "SLURM_JOB_ID": "1"}
-        done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)
+        done = play('srun() { while [ "$1" != bash ]; do shift; done; "$@"; echo "task $?"; }\n' + text)
         codes[task] = int(done.stdout.partition("task ")[2].split()[0])
     assert codes["exit 0"] == 0
     ranked = sorted(codes, key=codes.__getitem__)
@@ -444,7 +456,12 @@ def test_each_start_has_a_secret_of_its_own_in_a_file_for_its_tasks_alone(tmp_pa
     task = 'file=$OPENPI_TRAIN_JOB_TOKEN_FILE; ls -l "$file"; cat "$file"; echo; echo ".$OPENPI_TRAIN_JOB_TOKEN."'
     text = script(job_of(task, program=("bash", "-c"), output_dir=tmp_path))
     stand_in = 'umask 000; srun() { while [ "$1" != bash ]; do shift; done; "$@"; }\n'
-    environ = {**os.environ, "SLURM_JOB_ID": "1", "OPENPI_TRAIN_JOB_TOKEN": "of the submitting shell"}
+    environ = {
+        **os.environ,
+        "SLURM_JOB_ID": "1",
+        "SLURM_PROCID": "0",
+        "OPENPI_TRAIN_JOB_TOKEN": "of the submitting shell",
+    }
     tokens = set()
     for _ in range(2):
         done = subprocess.run(["bash"], input=stand_in + text, env=environ, capture_output=True, text=True, timeout=120)

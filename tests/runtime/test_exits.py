@@ -1,6 +1,7 @@
 import collections
 import errno
 import os
+import socket
 import subprocess
 import sys
 
@@ -58,6 +59,8 @@ def end(body: str) -> subprocess.CompletedProcess:
         (OSError(errno.ESHUTDOWN, "Cannot send after transport endpoint shutdown", "x"), 70),
         (OSError(errno.EUCLEAN, "Structure needs cleaning", "x"), 70),
         (ValueError("UNKNOWN: Error reading local file: Input/output error [os_error_code='5']"), 70),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 70),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), 1),
         (OSError(errno.ETIMEDOUT, "Connection timed out"), 1),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 1),
         (KeyboardInterrupt(), 130),
@@ -82,13 +85,34 @@ def test_a_device_without_memory_for_a_step_like_those_before_has_failed_and_no_
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         OSError(errno.EMFILE, "Too many open files", "x"),
         RuntimeError("can't start new thread"),
+        PermissionError(errno.EACCES, "Permission denied", "x"),
+        ValueError("Error writing local file: Permission denied [os_error_code='13']"),
     ],
 )
-def test_a_host_without_memory_threads_or_descriptors_is_no_bug_of_a_run_that_has_taken_steps(error, monkeypatch):
+def test_what_a_host_or_a_file_system_refuses_after_steps_is_no_bug_of_the_run(error, monkeypatch):
     monkeypatch.setattr(phases, "_step_durations_s", collections.deque([0.1, 0.1]))
     assert exits.exit_code_of(error) == exits.BUG
     phases.step_done(3)
     assert exits.exit_code_of(error) == exits.PEER_LOST
+
+
+THREAD = "import threading; thread = threading.Thread(target={}); thread.start(); thread.join(); time.sleep(20)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def fail():\n        raise MemoryError('of a thread')\n    " + THREAD.format("fail"),
+        # What C++ calls, such as tensorstore's threads, can raise nothing.
+        "class Told:\n        def __del__(self):\n            raise MemoryError('of a thread')\n    "
+        + THREAD.format("lambda: Told() and None"),
+    ],
+)
+def test_a_thread_that_an_exhausted_host_ends_is_waited_for_by_nobody(body):
+    ended = end(f"exits.phases.has_taken_first_steps = lambda: True\n    {body}")
+    assert ended.returncode == 70 and "MemoryError" in ended.stderr and "of a thread" in ended.stderr
+    other = end(body.replace("MemoryError", "KeyError").replace("time.sleep(20)", "sys.exit(3)"))
+    assert other.returncode == 3 and "KeyError" in other.stderr
 
 
 def test_an_error_that_may_pass_is_no_error_of_the_users_file():

@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import re
 import socket
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
 
@@ -269,26 +267,6 @@ def test_the_limits_are_shown_once_and_another_one_where_such_a_phase_begins(clo
         "opening the data (limit 2h00m)",
         "training (limit 11m00s a step)",
     ]
-
-
-def test_where_a_process_is_names_its_main_thread_and_one_that_reads_data(monkeypatch):
-    assert re.fullmatch(r"in _where \(watchdog\.py:\d+\)", watchdog._where())
-    release, reading = threading.Event(), threading.Event()
-
-    def read():
-        reading.set()
-        release.wait(60)
-
-    monkeypatch.setattr(watchdog, "_DATA", Path(__file__).parent)
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        assert reading.wait(60)
-        said = watchdog._where()
-    finally:
-        release.set()
-        thread.join()
-    assert re.search(r"; a reader in wait \(threading\.py:\d+\), within read \(test_watchdog\.py:\d+\)$", said)
 
 
 def test_what_lies_in_an_abandonable_phase_is_abandonable_and_an_error_keeps_its_phase():

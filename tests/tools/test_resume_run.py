@@ -14,12 +14,12 @@ from vla_project import write_vla_project
 from openpi_train import cli, registry, train_verbs
 from openpi_train.data.core.files import read_json
 from openpi_train.fields import as_json
-from openpi_train.policy import experiment_json
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, UsageError
 from openpi_train.tools import resume_run
 from openpi_train.tools.requests import ResumeRequest
 from openpi_train.tools.resume_run import experiment_of
+from openpi_train.training import run_record
 
 # As many flags as a run has.
 FLAGS = (
@@ -74,7 +74,7 @@ def test_a_record_on_a_disk_that_fails_for_a_moment_is_read_again(asked, tmp_pat
             raise OSError(left.pop(), "it fails", str(path))
         return read_json(path)
 
-    for module in (experiment_json, resume_run):
+    for module in (run_record, resume_run):
         monkeypatch.setattr(module, "read_json", read)
     monkeypatch.setattr(passing_errors.time, "sleep", pauses.append)
     assert asked(*words, *(["--checkpoint-base-dir", tmp_path] if words[0] == "debug" else [])).seed == 7

@@ -6,6 +6,7 @@ import json
 import pytest
 from openpi_train_configs.debug import debug
 
+from openpi_train.fields import as_json
 from openpi_train.runtime.exits import UsageError
 from openpi_train.training.resume_point import ResumePoint, resume_point
 from openpi_train.training.rundir import check_run
@@ -59,7 +60,7 @@ def test_a_restart_of_a_run_that_began_elsewhere_does_not_need_that_place_any_mo
     experiment = given(runs, str(runs / "gone"))
     with pytest.raises(UsageError, match="has no such checkpoint"):
         resume_point(experiment)
-    (runs / "x" / "experiment.json").write_text(json.dumps({"resume_from": experiment.resume_from}))
+    (runs / "x" / "experiment.json").write_text(json.dumps(as_json(experiment)))
     assert resume_point(experiment) == ResumePoint(other=str(runs / "gone"))
 
 

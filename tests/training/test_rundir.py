@@ -15,13 +15,16 @@ import pytest
 from openpi_train_configs.debug import debug
 
 from openpi_train.data.core import hub
+from openpi_train.data.core.files import write_json
 from openpi_train.fields import as_json, changed_fields
+from openpi_train.interop.manifest import write_manifest
 from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
 from openpi_train.optim import SGD
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import USAGE, StorageError, UsageError
 from openpi_train.training import rundir
+from openpi_train.training.run_record import recorded_json
 from openpi_train.training.rundir import check_run, environment, open_run, record_start
 
 
@@ -238,6 +241,19 @@ def test_torn_experiment_record_is_an_error(tmp_path):
     (run.path / "experiment.json").write_text("{")
     with pytest.raises(UsageError, match=r"experiment.json cannot be read .* put a copy back"):
         start(tmp_path, resume=True)
+
+
+def test_a_record_that_a_power_cut_has_emptied_is_that_of_the_newest_checkpoint(tmp_path, caplog):
+    run = start(tmp_path)
+    for step, content in (("2", {"experiment": as_json(given(tmp_path, seed=5))}), ("4", {})):
+        write_json(run.path / step / "meta.json", content)
+        write_manifest(run.path / step)
+    whole = (run.path / "experiment.json").read_bytes()
+    (run.path / "experiment.json").write_bytes(b"")
+    assert recorded_json(run.path)["seed"] == 5
+    assert "the experiment is that of checkpoint 2" in caplog.text
+    start(tmp_path, resume=True, seed=5)
+    assert len((run.path / "experiment.json").read_bytes()) > len(whole) // 2, "the start has written it again"
 
 
 def test_changed_fields_are_dotted_paths_also_for_fields_that_one_side_lacks():

@@ -1,0 +1,44 @@
+"""What a run's directory has recorded of its experiment. Read next: `rundir.py`, which writes it."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openpi_train.checkpoints.step_dirs import complete_steps
+from openpi_train.data.core.files import read_json
+from openpi_train.experiment import Experiment
+from openpi_train.former_names import present_config
+from openpi_train.runtime.exits import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def recorded_json(run: Path) -> Mapping[str, Any] | None:
+    """The experiment of a run as `as_json` stores it, from `experiment.json`; None if there is no run.
+
+    A damaged record, such as one that a power cut has emptied, is warned of: each checkpoint has the experiment, too.
+    Raises CheckpointError if there is no checkpoint.
+    """
+    file = run / "experiment.json"
+    if not file.is_file():
+        return None
+    try:
+        return _checked(read_json(file))
+    except ValueError as error:
+        damage = error
+    for step in reversed(complete_steps(run)):
+        try:
+            found = _checked(read_json(run / str(step) / "meta.json")["experiment"])
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            continue
+        logger.warning("%s cannot be read (%s): the experiment is that of checkpoint %d", file, damage, step)
+        return found
+    raise CheckpointError(f"{file} cannot be read ({damage}); put a copy back") from damage
+
+
+def _checked(value: Any) -> Mapping[str, Any]:
+    """The value with its present names. Raises ValueError if it is of no experiment."""
+    if not isinstance(value, Mapping) or value.get("__class__") != Experiment.__name__:
+        raise ValueError("it is no record of an experiment")
+    return present_config(value)
