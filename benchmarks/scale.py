@@ -117,7 +117,8 @@ def measure(plan: Mapping[str, Any], folder: Path) -> Found:
     codes = collections.Counter(code for code, _ in ends["first_life"])
     failure = ""
     if codes != {-9: 1, PEER_LOST: plan["processes"] - 1} or any(code for code, _ in ends["second_life"]):
-        log = (folder / "first_life" / "0.log").read_text(errors="replace")[-1000:]
+        odd = [index for index, (code, _) in enumerate(ends["first_life"]) if code not in (-9, PEER_LOST)]
+        log = (folder / "first_life" / f"{(odd or [0])[0]}.log").read_text(errors="replace")[-4000:]
         failure = f"{plan['processes']} processes ended with {dict(codes)}, or did not start again: {log}"
     if not first or not again:
         return Found(costs={}, held=[plan["processes"], *[None] * (len(HELD) - 1)], failure=failure)
