@@ -31,8 +31,8 @@ from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
 from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.runtime import agree
-from openpi_train.runtime.exits import CheckpointError, DataError, UsageError
-from openpi_train.runtime.passing_errors import is_storage_fault, patiently
+from openpi_train.runtime.exits import CheckpointError, DataError, StorageError, UsageError
+from openpi_train.runtime.passing_errors import is_of_surroundings, patiently
 from openpi_train.runtime.versions import package_versions
 from openpi_train.runtime.world import is_restart
 from openpi_train.training import run_lock
@@ -116,8 +116,11 @@ def open_run(
         except UsageError as error:
             answer = {"error": str(error)}
         except OSError as error:
-            if is_restart(os.environ) and is_storage_fault(error):
-                raise  # it could be used before: for the next restart it may be mended
+            if is_restart(os.environ) and is_of_surroundings(error):
+                raise StorageError(
+                    f"{given.run_dir} could be used before this restart, and cannot now ({error}): look at its file "
+                    "system, and start again with --resume"
+                ) from error
             base = given.checkpoint_base_dir
             problem = f"--checkpoint-base-dir {base} cannot be used ({error}); choose another directory"
             answer = {"error": problem}

@@ -1,6 +1,7 @@
 """The run directory: opened under clear rules, never overwritten, with a record of the start."""
 
 import dataclasses
+import errno
 import json
 import logging
 import multiprocessing.dummy
@@ -254,6 +255,21 @@ def test_a_record_that_a_power_cut_has_emptied_is_that_of_the_newest_checkpoint(
     assert "the experiment is that of checkpoint 2" in caplog.text
     start(tmp_path, resume=True, seed=5)
     assert len((run.path / "experiment.json").read_bytes()) > len(whole) // 2, "the start has written it again"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EMFILE])
+def test_a_run_directory_that_a_restart_cannot_use_any_more_may_be_mended(tmp_path, monkeypatch, number):
+    start(tmp_path)
+
+    def refuse(path):
+        raise OSError(number, "refused", str(path))
+
+    monkeypatch.setattr(rundir.run_lock, "hold", refuse)
+    with pytest.raises(UsageError, match="refused"):
+        open_run(given(tmp_path, resume=True))  # by hand
+    monkeypatch.setenv("OPENPI_TRAIN_RESTART", "1")
+    with pytest.raises(StorageError, match="could be used before this restart"):
+        open_run(given(tmp_path, resume=True))
 
 
 def test_changed_fields_are_dotted_paths_also_for_fields_that_one_side_lacks():
