@@ -250,11 +250,10 @@ def script(job: Slurm) -> str:
             _TOKEN,
             _TASK,
             f"program=({shlex.join(_program(job))})",
-            "{",
-            f'    patiently write_token || {{ echo "{_NO_TOKEN}"; exit 1; }}',
+            "if patiently write_token; then",
             f"    {shlex.join(_srun(job))} \\",
-            '        bash -c "$task" task "${program[@]}"',
-            "} &",
+            '        bash -c "$task" task "${program[@]}" &',
+            f'else (echo "{_NO_TOKEN}"; exit 1) & fi',
             _END,
         ]
     )

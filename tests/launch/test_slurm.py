@@ -39,7 +39,7 @@ def step(text: str) -> list[str]:
     lines = text.replace("\\\n", " ").splitlines()
     (program,) = (line for line in lines if line.startswith("program=("))
     (srun,) = (line for line in lines if line.startswith("    srun "))
-    return [*shlex.split(srun)[:-5], *shlex.split(program.removeprefix("program=(").removesuffix(")"))]
+    return [*shlex.split(srun)[:-6], *shlex.split(program.removeprefix("program=(").removesuffix(")"))]
 
 
 def test_every_option_is_in_the_file_and_bash_reads_it(capsys, tmp_path):
