@@ -208,14 +208,14 @@ class Experiment:
 
     def is_frozen(self, path: str) -> bool:
         """Whether the parameter is frozen."""
-        return self.model.frozen(path) or self.freezes(path)
+        return self.model.param_rules.frozen(path) or self.freezes(path)
 
     def freezes(self, path: str) -> bool:
         """Whether `freeze` fully matches our path or the published name, or names a group that contains the path."""
         if self.freeze is None:
             return False
-        pattern = self.model.parameter_groups.get(self.freeze, self.freeze)
-        return any(re.fullmatch(pattern, name) for name in (path, self.model.public_name(path)))
+        pattern = self.model.param_rules.groups.get(self.freeze, self.freeze)
+        return any(re.fullmatch(pattern, name) for name in (path, self.model.param_rules.public_name(path)))
 
     def check(self, num_devices: int) -> None:
         """Raise one UsageError with all conflicts between the fields, each with the flag to change."""

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.models.model_config import PolicyConfig
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.norms import LayerNorm
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.parallel.layers import scan_layers, stack_layers
@@ -68,8 +69,9 @@ class LinearConfig(PolicyConfig):
     def transforms(self, tokenizer, text_length=None):
         return ()
 
-    def frozen(self, path):
-        return self.low_rank and path != "adapter_lora"
+    @property
+    def param_rules(self):
+        return ParamRules(frozen=lambda path: self.low_rank and path != "adapter_lora")
 
 
 class Layer(nnx.Module):

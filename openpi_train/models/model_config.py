@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from openpi_train.data.robot.normalize import Form
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.attention import Attention, Heads
 from openpi_train.runtime.exits import UsageError
 from openpi_train.types import OPENPI_SLOTS
@@ -108,17 +109,10 @@ class ModelConfig(abc.ABC):
         """What else to train where a run needs more memory than there is, as sentences (default: nothing is known)."""
         return ()
 
-    def public_name(self, path: str) -> str:
-        """The name under which the parameter `path` is published in checkpoints (default: its own)."""
-        return path
-
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """What the model can say of a checkpoint that does not fit it, as sentences with what to do.
-
-        Of published names: those that the checkpoint lacks, those that the model does not know, those of other shapes.
-        """
-        del missing, extra, misshapen
-        return []
+    @property
+    def param_rules(self) -> ParamRules:
+        """What is known of its parameters: published names, groups, which stay fixed (default: nothing)."""
+        return ParamRules()
 
     @property
     def base(self) -> "ModelConfig | None":
@@ -130,30 +124,8 @@ class ModelConfig(abc.ABC):
         return dict(params)
 
     def without_lora(self) -> "ModelConfig":
-        """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
+        """The config of the model that `ParamRules.merge_lora` gives the parameters of (default: the same)."""
         return self
-
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
-        return dict(params)
-
-    @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        """Names that `--freeze` takes beside patterns, each with the pattern of paths that it stands for."""
-        return {}
-
-    def frozen(self, path: str) -> bool:
-        """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""
-        del path
-        return False
-
-    def frozen_dtype(self, path: str) -> Any:
-        """The type in which a run keeps this parameter if it is frozen (default: bfloat16, as openpi does).
-
-        Nothing updates a frozen parameter, so it needs no float32 master copy.
-        """
-        del path
-        return jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -141,11 +141,10 @@ class GemmaPolicyConfig(PromptedConfig):
         """The sizes of the decoder to which a parameter belongs that may have low-rank factors."""
 
     def without_lora(self) -> "GemmaPolicyConfig":
-        """The config of the model that `merge_lora` gives the parameters of."""
         return dataclasses.replace(self, language=self.language.without_lora())
 
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
+    def _merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """For its `ParamRules`: all parameters by path, LoRA's additions folded into the weights."""
 
         def scale(name: str) -> float:
             return 1.0 if "/mlp/" in name else self.decoder_of(name).lora.attention_scale

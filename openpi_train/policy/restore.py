@@ -108,7 +108,7 @@ def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -
 
     def merge(params: Params) -> Params:
         wide = {path: leaf.astype(jnp.float32) if path in adapted else leaf for path, leaf in params.items()}
-        merged = model.merge_lora(wide)
+        merged = model.param_rules.merge_lora(wide)
         return {path: leaf.astype(dtype or leaf.dtype) for path, leaf in merged.items()}
 
     shardings = plan.tree("state", jax.eval_shape(merge, params))

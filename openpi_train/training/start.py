@@ -125,7 +125,7 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
     status.tell(opened=True)
     checkpoints = Checkpoints(
         directory,
-        public_name=experiment.model.public_name,
+        public_name=experiment.model.param_rules.public_name,
         keep_last=experiment.keep_last,
         keep_period=experiment.keep_period,
         local_directory=experiment.local_checkpoints.dir,

@@ -112,7 +112,7 @@ def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
     if not trainable:
         raise UsageError(f"--freeze {experiment.freeze!r} leaves no parameter to train; all {len(frozen)} match it")
     if experiment.freeze is not None and not any(experiment.freezes(path) for path in frozen):
-        names = ", ".join(experiment.model.public_name(path) for path in list(trainable)[:3])
+        names = ", ".join(experiment.model.param_rules.public_name(path) for path in list(trainable)[:3])
         raise UsageError(f"--freeze {experiment.freeze!r} matches no parameter as a whole; there are {names}, ...")
 
 

@@ -142,7 +142,7 @@ class Trainer:
         kernels = {
             path: leaf.astype(jnp.float32)
             for path, leaf in {**state.frozen, **params}.items()
-            if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.public_name(path))
+            if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.param_rules.public_name(path))
         }
         return optax.tree.norm(kernels)
 

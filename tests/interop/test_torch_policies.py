@@ -200,7 +200,9 @@ def test_norm_stats_give_what_lerobots_normaliser_gives(name, tmp_path):
 
 
 def published(case, dtype) -> Stored:
-    params = {case.config.public_name(path): in_memory(value.astype(dtype)) for path, value in case.params.items()}
+    params = {
+        case.config.param_rules.public_name(path): in_memory(value.astype(dtype)) for path, value in case.params.items()
+    }
     stats = {"mean": [0.1, 0.2], "std": [1.0, 2.0], "q01": [-1 / 3, -2.0], "q99": [1.0, 2.5]}
     return Stored(
         where="memory",

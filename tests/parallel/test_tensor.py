@@ -81,7 +81,7 @@ def prepare(config, strategy="replicated", fsdp=1, tensor=1, accum=1, num_device
 
 def first_state(config, trainer, layout):
     """The state before the first step."""
-    return create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
+    return create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
 
 
 def batch(config, seed: int):
@@ -220,7 +220,7 @@ def test_of_full_pi0_heads_and_wide_layers_are_cut_along_a_dim_that_fsdp_leaves_
 )
 def test_what_an_optimizer_keeps_of_a_parameter_is_cut_like_it_where_it_has_its_shape(optimizer):
     trainer, _ = prepare(PI0, "zero3", 2, 4)
-    layout = lay_out(PI0, optimizer.create(trainer.schedule), PI0.frozen, False, trainer.plan)
+    layout = lay_out(PI0, optimizer.create(trainer.schedule), PI0.param_rules.frozen, False, trainer.plan)
     shapes, shardings = layout.shapes, layout.shardings
     for (keys, leaf), sharding in zip(
         jax.tree_util.tree_leaves_with_path(shapes.opt_state), jax.tree.leaves(shardings.opt_state), strict=True

@@ -58,7 +58,7 @@ def run_steps(batches, *, scaling=SCALING, config=None, accum=1, devices=1, star
     plan = Plan(mesh=make_mesh(devices, jax.devices()[:devices]), strategy="zero3", min_shard_mib=0)
     trainer, layout = make_trainer(config, plan, optimizer, SCHEDULE, accum=accum, scaling=scaling)
     with jax.set_mesh(plan.real_mesh):
-        state = start or create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
+        state = start or create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
         step = trainer.compile_step(layout.shardings, state, config.batch_spec(8, ()))
         history, states = [], [jax.tree.map(jnp.copy, state)]  # the step takes over what it is given
         for rows in batches:

@@ -96,7 +96,7 @@ def run(parts, tmp_path):
         directory=tmp_path,
         trainer=trainer,
         layout=layout,
-        state=create_state(layout, trainer.model, trainer.optimizer, trainer.model.frozen, True, 7),
+        state=create_state(layout, trainer.model, trainer.optimizer, trainer.model.param_rules.frozen, True, 7),
         data=NoData(num_samples=0),
         feed=EndlessFeed(batch),
         recorder=recorder,

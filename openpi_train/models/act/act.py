@@ -6,8 +6,7 @@ Fields that LeRobot's `ACTConfig` also has keep its names and defaults (lerobot 
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,11 +15,16 @@ from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.act.act_network import Act
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.exact_policy import ExactPolicyConfig
+from openpi_train.models.param_rules import ParamRules
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], red, green and blue.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # The batch norms of the backbone: scale, shift and statistics of the published weights.
 _BATCH_NORM = re.compile(r"backbone/(.*/)?\w*norm\w*/\w+")
+
+
+def _is_batch_norm(path: str) -> bool:
+    return _BATCH_NORM.fullmatch(path) is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,22 +86,20 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
         if problems:
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
-    def frozen(self, path: str) -> bool:
-        """The backbone's batch norms, whose statistics belong to its published weights."""
-        return _BATCH_NORM.fullmatch(path) is not None
-
-    def frozen_dtype(self, path: str) -> Any:
-        """float32 of the batch norms: few numbers, which scale everything."""
-        return jnp.float32 if self.frozen(path) else super().frozen_dtype(path)
-
     @property
     def window(self) -> WindowShape:
         """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
         return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return {"vision": "backbone/.*", "backbone": "backbone/.*"}
+    def param_rules(self) -> ParamRules:
+        """The backbone's batch norms are fixed, as their statistics belong to its published weights, and float32: few
+        numbers, which scale everything."""
+        return ParamRules(
+            groups={"vision": "backbone/.*", "backbone": "backbone/.*"},
+            frozen=_is_batch_norm,
+            frozen_dtype=lambda path: jnp.float32 if _is_batch_norm(path) else jnp.bfloat16,
+        )
 
     def build(self, rngs: nnx.Rngs) -> Act:
         return Act(self, rngs=rngs)

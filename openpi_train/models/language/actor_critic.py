@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.accompanied import CRITIC, POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.reward import RewardConfig, RewardModel
+from openpi_train.models.param_rules import ParamRules
 
 
 class ActorAndCritic(AccompaniedPolicy):
@@ -57,16 +58,11 @@ class ActorCriticConfig(AccompaniedConfig):
             problems.append(f"objective {name} compares with a reference: give --model.with-reference")
         return problems
 
-    def public_name(self, path: str) -> str:
-        """As those of a policy and a reward model, the latter after `critic/`."""
-        if path.startswith(CRITIC):
-            return CRITIC + self.critic.public_name(path.removeprefix(CRITIC))
-        return super().public_name(path)
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        """The policy's, and `critic`."""
-        return {"critic": f"{CRITIC}.*", **super().parameter_groups}
+    def rules_of_parts(self) -> dict[str, ParamRules]:
+        """Those of a policy, its reference and a reward model, which is the group `critic`."""
+        critic = dataclasses.replace(self.critic.param_rules.published_below(CRITIC), groups={"critic": ".*"})
+        return {**super().rules_of_parts, CRITIC: critic}
 
     def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """All parts start from the same, but for the critic's head, which is newly made."""

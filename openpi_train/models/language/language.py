@@ -15,6 +15,7 @@ from openpi_train.fields import at_least
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.language.hf_config import Family, family_of, sizes_of
 from openpi_train.models.language.hf_names import PARTS, explain_hf, hf_name
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -110,24 +111,16 @@ class LanguageConfig(TransformerConfig):
         del draws
         return (batch.segments > 0).sum()
 
-    def public_name(self, path: str) -> str:
-        """Hugging Face's name, without layer numbers."""
-        return hf_name(path, self.sizes)
-
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        return explain_hf(missing, extra, misshapen)
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return PARTS
-
-    def frozen(self, path: str) -> bool:
-        """With an adapter only its factors are trained."""
-        return self.adapter.enabled and not path.endswith(("/lora_a", "/lora_b"))
+    def param_rules(self) -> ParamRules:
+        """Hugging Face's names, without layer numbers. With an adapter only its factors are trained."""
+        return ParamRules(
+            public_name=lambda path: hf_name(path, self.sizes),
+            groups=PARTS,
+            frozen=lambda path: self.adapter.enabled and not path.endswith(("/lora_a", "/lora_b")),
+            explain=explain_hf,
+            merge_lora=lambda params: merge_lora(params, lambda _: self.adapter.scale, lambda _: None),
+        )
 
     def without_lora(self) -> "LanguageConfig":
         return dataclasses.replace(self, adapter=AdapterConfig())
-
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
-        return merge_lora(params, lambda _: self.adapter.scale, lambda _: None)

@@ -5,13 +5,14 @@ Read next: `paligemma_network.py`, `docs/paligemma.md`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from flax import nnx
 
 from openpi_train.models import prompted
 from openpi_train.models.paligemma.paligemma_network import PaliGemmaFlow
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.row_text import PromptText
 from openpi_train.nn.attention import Heads
@@ -88,31 +89,17 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
             rngs=rngs,
         )
 
-    def public_name(self, path: str) -> str:
-        """openpi's and big_vision's name for the backbone's parameters; the head's keep their own."""
-        return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return _GROUPS
+    def param_rules(self) -> ParamRules:
+        return ParamRules(
+            public_name=_public_name,
+            groups=_GROUPS,
+            frozen=self._frozen,
+            explain=_explain,
+            merge_lora=self._merge_lora,
+        )
 
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """Advice for a checkpoint of other sizes."""
-        del missing, extra
-        found = []
-        if any(name.endswith("/pos_embedding") for name in misshapen):
-            found.append("it is for images of another size: --model.image-size 224, 448 or 896, as its name says")
-        elif any(name.startswith("PaliGemma/img/") for name in misshapen):
-            found.append("the image tower has other sizes: --model.siglip")
-        if any(name.startswith("PaliGemma/llm/") for name in misshapen):
-            found.append(
-                "the language model has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
-            )
-        if any(name.startswith("head/") for name in misshapen):
-            found.append("the head has other sizes: --model.head-variant, --model.head, --model.action-dim")
-        return found
-
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """With low-rank adapters, the whole backbone except the adapters is frozen, including the image tower."""
         is_factor = path.endswith(("/lora_a", "/lora_b"))
         return self.decoders["language"].lora.enabled and path.startswith(_BACKBONE) and not is_factor
@@ -133,3 +120,25 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
             "head.num_heads": head.num_heads,
             "head.mlp_dim": head.mlp_dim,
         }
+
+
+def _public_name(path: str) -> str:
+    """openpi's and big_vision's name for the backbone's parameters; the head's keep their own."""
+    return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
+
+
+def _explain(missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+    """Advice for a checkpoint of other sizes."""
+    del missing, extra
+    found = []
+    if any(name.endswith("/pos_embedding") for name in misshapen):
+        found.append("it is for images of another size: --model.image-size 224, 448 or 896, as its name says")
+    elif any(name.startswith("PaliGemma/img/") for name in misshapen):
+        found.append("the image tower has other sizes: --model.siglip")
+    if any(name.startswith("PaliGemma/llm/") for name in misshapen):
+        found.append(
+            "the language model has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
+        )
+    if any(name.startswith("head/") for name in misshapen):
+        found.append("the head has other sizes: --model.head-variant, --model.head, --model.action-dim")
+    return found

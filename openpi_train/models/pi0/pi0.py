@@ -6,12 +6,14 @@ Field names and defaults are openpi's where openpi has the field. Cameras are th
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
 from flax import nnx
 
 from openpi_train.models import prompted
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
 from openpi_train.models.row_text import PromptAndChunkText, PromptText, RowText
@@ -172,17 +174,17 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         """The same model without the indicator, whose vectors start at 0."""
         return dataclasses.replace(self, indicator=False) if self.indicator else None
 
-    def public_name(self, path: str) -> str:
-        return pi0_names.public_name(path)
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return pi0_names.GROUPS
+    def param_rules(self) -> ParamRules:
+        return ParamRules(
+            public_name=pi0_names.public_name,
+            groups=pi0_names.GROUPS,
+            frozen=self._frozen,
+            explain=functools.partial(pi0_names.explain, self.pi05),
+            merge_lora=self._merge_lora,
+        )
 
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        return pi0_names.explain(self.pi05, missing, extra, misshapen)
-
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """An expert with LoRA is frozen except its factors (as openpi's `get_freeze_filter`); images and heads
         train."""
         parts = path.split("/")

@@ -6,13 +6,14 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.models import prompted
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0_fast.action_tokens import ActionTokens
 from openpi_train.models.pi0_fast.pi0_fast_network import Decoding, Pi0Fast
@@ -123,19 +124,17 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         black = absent * self.siglip.num_tokens(self.image_size) * math.prod(seen.prompt_mask.shape[:-1])
         return super().num_tokens_seen(batch, draws) + black
 
-    def public_name(self, path: str) -> str:
-        return pi0_names.public_name(path)
-
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """Advice for a checkpoint of another model, or of other sizes."""
-        del missing
-        return pi0_names.explain_fast(extra, misshapen)
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return pi0_names.GROUPS
+    def param_rules(self) -> ParamRules:
+        return ParamRules(
+            public_name=pi0_names.public_name,
+            groups=pi0_names.GROUPS,
+            frozen=self._frozen,
+            explain=lambda missing, extra, misshapen: pi0_names.explain_fast(extra, misshapen),
+            merge_lora=self._merge_lora,
+        )
 
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """With LoRA the language model is frozen except the factors (as openpi's `get_freeze_filter`)."""
         root, *_, leaf = path.split("/")
         return self.sizes.lora.enabled and root == "transformer" and leaf not in ("lora_a", "lora_b")

@@ -6,13 +6,14 @@ those of SmolVLM2-500M. Read next: `smolvla_network.py`.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.model_config import RowTransform
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.prompted import PromptedConfig
 from openpi_train.models.row_text import PromptText
 from openpi_train.models.smolvla.smolvla_network import SmolVla
@@ -153,10 +154,10 @@ class SmolVlaConfig(PromptedConfig):
         module.fixed_backbone = "backbone" in groups
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return {"vision": _VISION, "backbone": _BACKBONE}
+    def param_rules(self) -> ParamRules:
+        return ParamRules(groups={"vision": _VISION, "backbone": _BACKBONE}, frozen=self._frozen)
 
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """What LeRobot keeps fixed, and what computes nothing here."""
         match path.split("/")[0]:
             case "image_encoder":

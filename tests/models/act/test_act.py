@@ -51,15 +51,15 @@ def test_the_published_size_is_lerobots():
     """51,613,582 trained parameters, as LeRobot 0.6.1 counts with the same features; 19,200 numbers of batch norms."""
     config = ActConfig()
     sizes = {path: leaf.size for path, leaf in module_params(nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))).items()}
-    fixed = {path for path in sizes if config.frozen(path)}
+    fixed = {path for path in sizes if config.param_rules.frozen(path)}
     assert sum(sizes[path] for path in sizes.keys() - fixed) == 51_613_582
     assert sum(sizes[path] for path in fixed) == 19_200
     assert all("norm" in path and path.startswith("backbone/") for path in fixed)
-    assert {config.frozen_dtype(path) for path in fixed} == {jnp.float32}
+    assert {config.param_rules.frozen_dtype(path) for path in fixed} == {jnp.float32}
     # --freeze vision is the whole backbone, in bfloat16 where nothing else is said.
-    backbone = {path for path in sizes if re.fullmatch(config.parameter_groups["vision"], path)}
+    backbone = {path for path in sizes if re.fullmatch(config.param_rules.groups["vision"], path)}
     assert sum(sizes[path] for path in backbone) == 11_176_512 + 9_600
-    assert config.frozen_dtype("backbone/stem/kernel") == jnp.bfloat16
+    assert config.param_rules.frozen_dtype("backbone/stem/kernel") == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_gradient_of_every_parameter_has_lerobots_norm(ours):
     least, apart, seen = act_case.RECORDED.facts["sizes"]["least"], {}, []
     for path, grad in ours[0].items():
         for place, tensor in layout(path, grad.shape).tensors.items():
-            if CONFIG.frozen(path):
+            if CONFIG.param_rules.frozen(path):
                 assert f"grad/model.{tensor}" not in IO  # a buffer there
                 continue
             wanted = IO[f"grad/model.{tensor}"]

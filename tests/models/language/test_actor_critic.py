@@ -44,7 +44,7 @@ def test_all_parts_start_from_one_checkpoint_but_the_critics_head():
 
 
 def test_policy_and_critic_train_and_the_reference_does_not():
-    frozen = {path for path in parameter_shapes(TRIO) if TRIO.frozen(path)}
+    frozen = {path for path in parameter_shapes(TRIO) if TRIO.param_rules.frozen(path)}
     assert frozen == {path for path in parameter_shapes(TRIO) if path.startswith("reference/")} != set()
     names = parameter_names(TRIO)
     assert names["critic/score/weight"] == "critic/score/weight"

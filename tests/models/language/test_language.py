@@ -104,7 +104,7 @@ def train(model, strategy="replicated", fsdp=1, tensor=1, devices=1, accum=1, of
     )
     history = []
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, model, trainer.optimizer, model.frozen, True, 7)
+        state = create_state(layout, model, trainer.optimizer, model.param_rules.frozen, True, 7)
         step = trainer.compile_step(
             layout.shardings, state, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, texts(0)))
         )
@@ -169,7 +169,7 @@ def test_with_an_adapter_only_its_factors_train_and_it_folds_into_the_weights():
     assert len(state.params) == 10
     graphs = [nnx.split(nnx.eval_shape(lambda m=m: m.build(nnx.Rngs(0))))[0] for m in (model, model.without_lora())]
     params = {path: leaf.astype(jnp.float32) for path, leaf in {**state.frozen, **state.params}.items()}
-    merged, tokens = model.merge_lora(params), jnp.asarray(texts(0).tokens)
+    merged, tokens = model.param_rules.merge_lora(params), jnp.asarray(texts(0).tokens)
     apart, folded = (
         merge_module(graph, leaves)(tokens) for graph, leaves in zip(graphs, (params, merged), strict=True)
     )
@@ -227,7 +227,7 @@ def test_groups_of_parameters_can_be_frozen_by_name():
     paths = set(parameter_shapes(MODEL))
     groups = {
         name: {path for path in paths if re.fullmatch(pattern, path)}
-        for name, pattern in MODEL.parameter_groups.items()
+        for name, pattern in MODEL.param_rules.groups.items()
     }
     assert groups["embeddings"] == {"token_embedding", "head"}
     assert "layers/attention/query_norm/scale" in groups["norms"] and "final_norm/scale" in groups["norms"]

@@ -51,11 +51,11 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, c
         pytest.skip(f"no {path}")
     expected = json.loads(path.read_text())
     shapes = parameter_shapes(config)
-    assert {config.public_name(path): list(shape) for path, shape in shapes.items()} == {
+    assert {config.param_rules.public_name(path): list(shape) for path, shape in shapes.items()} == {
         name: entry["shape"] for name, entry in expected["params"].items()
     }
     assert sum(np.prod(shape, dtype=int) for shape in shapes.values()) == expected["total_params"]
-    trainable = [np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.frozen(path)]
+    trainable = [np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.param_rules.frozen(path)]
     assert sum(trainable) == expected["trainable_params"]
 
 
@@ -280,7 +280,7 @@ def test_merged_lora_computes_the_same(rslora):
         action_expert=GemmaOverrides(width=12, **SIZES, **LORA),
     )
     params = built(config)[1]
-    merged = config.merge_lora(params)
+    merged = config.param_rules.merge_lora(params)
     plain = config.without_lora()
     assert {path: value.shape for path, value in merged.items()} == parameter_shapes(plain)
     seen, inputs = observation(config), draws(config, 1)
@@ -296,7 +296,7 @@ def test_every_query_head_with_its_own_key_uses_openpis_fused_projection():
     config = dataclasses.replace(
         TINY, language=GemmaOverrides(width=16, **sizes), action_expert=GemmaOverrides(width=12, **sizes)
     )
-    names = {config.public_name(path): shape for path, shape in parameter_shapes(config).items()}
+    names = {config.param_rules.public_name(path): shape for path, shape in parameter_shapes(config).items()}
     assert names["PaliGemma/llm/layers/attn/qkv_einsum/w"] == (2, 3, 4, 16, 8)
     params = built(config)[1]
     assert np.isfinite(compiled_velocity(config)(params, observation(config), *draws(config, 1))).all()

@@ -56,7 +56,7 @@ def test_sizes_that_do_not_go_together_are_refused(change, message):
 def test_what_trains_is_what_lerobot_trains():
     def trained(**changes) -> set[str]:
         config = dataclasses.replace(SMALL, **changes)
-        return {path.split("/")[0] for path in shapes(config) if not config.frozen(path)}
+        return {path.split("/")[0] for path in shapes(config) if not config.param_rules.frozen(path)}
 
     expert = {"expert", "expert_norm", "action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out"}
     assert trained() == expert | {"state_proj"}
@@ -65,7 +65,10 @@ def test_what_trains_is_what_lerobot_trains():
     all_of_it = {"train_expert_only": False, "freeze_vision_encoder": False}
     assert trained(**all_of_it) == expert | {"state_proj", "connector", "language", "image_encoder"}
     config = dataclasses.replace(SMALL, **all_of_it)
-    assert {path for path in shapes(config) if config.frozen(path)} == {"language/head", "language/final_norm/scale"}
+    assert {path for path in shapes(config) if config.param_rules.frozen(path)} == {
+        "language/head",
+        "language/final_norm/scale",
+    }
 
 
 def test_velocities_depend_on_what_counts_alone():
