@@ -212,7 +212,7 @@ class EvaluationContext:
                 samples.append(seconds)
             state, metrics = self.step(state, self.batch)
         spread, experiment = Spread(tuple(samples)), self.trial.experiment
-        peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute_dtype)
+        peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         forecast, found = self.forecast_bytes / GIB, self.account
         return [

@@ -134,7 +134,7 @@ def _row(ours: Program, theirs: Program, flags: argparse.Namespace) -> list[Cell
     own, other = (Spread(tuple(samples)) for samples in times)
     experiment = ours.trial.experiment
     flops = ours.model_flops  # as `mfu` counts them
-    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute_dtype)
+    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
     return [
         len(ours.slots),
         own.map(lambda seconds: 1e3 * seconds),

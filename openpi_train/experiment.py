@@ -249,12 +249,16 @@ class Experiment:
         off, and keeps what they read of all layers.
         """
         keeps = self.sharding.tensor_devices > 1 and self.unroll_layers is True
-        models = self.model.remat_choices().items()
-        return {name: dataclasses.replace(self, model=one) for name, one in models if not (keeps and name == "full")}
+        model = self.model
+        return {
+            name: dataclasses.replace(self, model=model.with_compute(remat=name))
+            for name in model.compute.remat_choices
+            if not (keeps and name == "full")
+        }
 
     def _check_devices(self, num_devices: int) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
-        problems = self.model.check_tensor(tensor_devices)
+        problems = self.model.compute.check_tensor(tensor_devices)
         if not self.remat_choices():
             problems.append(
                 f"--unroll-layers True with --sharding.tensor-devices {tensor_devices} and remat full: XLA would keep "

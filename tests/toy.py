@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from openpi_train.models.compute import Compute
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.norms import LayerNorm
@@ -89,7 +90,7 @@ class StackedPolicy(nnx.Module):
     """Every way in which a parameter is used: a token table, a stack of layers, a plain weight, vectors."""
 
     def __init__(self, config, rngs):
-        self.dtype, self.remat, width = config.compute_dtype, config.remat, config.width
+        self.dtype, self.remat, width = config.compute.dtype, config.remat, config.width
         table = jax.random.normal(rngs.params(), (config.vocab_size, width))
         setattr(self, config.table, nnx.Param(table, kind=ParamKind(gathering=Gathering.BY_ROW)))
         self.inputs = nnx.Linear(config.action_dim + 1, width, rngs=rngs)
@@ -122,8 +123,8 @@ class StackedConfig(LinearConfig):
     table: str = "token_embedding"
 
     @property
-    def compute_dtype(self):
-        return jnp.dtype(self.dtype)
+    def compute(self):
+        return Compute(dtype=jnp.dtype(self.dtype))
 
     def build(self, rngs):
         return StackedPolicy(self, rngs)

@@ -7,16 +7,17 @@ built module.
 import abc
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.data.robot.normalize import Form
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.compute import Compute
 from openpi_train.models.param_rules import ParamRules
-from openpi_train.nn.attention import Attention, Heads
+from openpi_train.nn.attention import Attention
+from openpi_train.parallel.remat import Remat
 from openpi_train.runtime.exits import UsageError
 from openpi_train.types import OPENPI_SLOTS
 
@@ -38,34 +39,21 @@ class ModelConfig(abc.ABC):
     provides: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def compute_dtype(self) -> Any:
-        """The type of activations in its stacks of layers, which read their weights in it."""
-        return jnp.float32
+    def compute(self) -> Compute:
+        """How its layers compute (default: in float32, without anything to choose)."""
+        return Compute()
 
-    @property
-    def needs_loss_scale(self) -> bool:
-        """Whether the loss must be scaled up for the backward pass: gradients are float16 on their way."""
-        return False
+    def with_compute(self, *, remat: Remat | None = None, attention: Attention | None = None) -> "ModelConfig":
+        """This config with another of its `compute.remat_choices`, or its attention computed so; None: as it is.
+
+        Default: the same, for a model without such a choice.
+        """
+        del remat, attention
+        return self
 
     @abc.abstractmethod
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """A freshly initialised module, parameters in float32."""
-
-    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
-        """Tell `module`, freshly built, in which of the `parameter_groups` nothing trains (default: it need not know).
-
-        Its outputs stay the same; it may leave out work for gradients that nothing asks for.
-        """
-        del module, groups
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        """Why the layers cannot be shared out over so many devices, as sentences; by default they cannot be at all."""
-        if tensor_devices == 1:
-            return []
-        return [
-            f"--sharding.tensor-devices {tensor_devices}: {type(self).__name__} has no layers that devices can share "
-            "out; allowed: 1"
-        ]
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         """Why the objective of this name, which has these needs, cannot train this model, as sentences."""
@@ -82,28 +70,6 @@ class ModelConfig(abc.ABC):
         del batch, draws
         return None
 
-    def remat_choices(self) -> Mapping[str | None, "ModelConfig"]:
-        """This config under every rematerialisation policy that it leaves open, by name, least recomputation first.
-
-        Default: the config itself, for a model without policies.
-        """
-        return {None: self}
-
-    @property
-    def attention_kind(self) -> Attention | None:
-        """Who computes its attention (default: it has none, or no choice)."""
-        return None
-
-    @property
-    def attention_heads(self) -> Sequence[Heads]:
-        """The heads of all its attention, if it is left open who computes it (default: it is not)."""
-        return ()
-
-    def with_attention(self, kind: Attention) -> "ModelConfig":
-        """This config with its attention computed so (default: it has none, or no choice)."""
-        del kind
-        return self
-
     @property
     def smaller_runs(self) -> Sequence[str]:
         """What else to train where a run needs more memory than there is, as sentences (default: nothing is known)."""
@@ -115,17 +81,34 @@ class ModelConfig(abc.ABC):
         return ParamRules()
 
     @property
-    def base(self) -> "ModelConfig | None":
+    def base(self) -> "Base | None":
         """The model whose checkpoints this one starts from, beside its own (default: none)."""
         return None
-
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters by path with which this model starts, from those of `base`; the others are newly drawn."""
-        return dict(params)
 
     def without_lora(self) -> "ModelConfig":
         """The config of the model that `ParamRules.merge_lora` gives the parameters of (default: the same)."""
         return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """A model whose checkpoints start another one.
+
+    Attributes:
+        model: its config.
+        start: the parameters by path with which the other one starts, from those of `model`; the rest is newly drawn.
+    """
+
+    model: ModelConfig
+    start: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+
+@runtime_checkable
+class KnowsFixed(Protocol):
+    """A module that leaves out work for gradients that nothing asks for. Its outputs stay the same."""
+
+    def leave_fixed(self, groups: Collection[str]) -> None:
+        """Be told, when freshly built, in which of `ParamRules.groups` nothing trains."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

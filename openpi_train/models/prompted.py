@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
@@ -21,7 +22,6 @@ from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
-from openpi_train.parallel.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, RolloutBatch, action_batch
 
 
@@ -96,8 +96,10 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         return images * self.tokens_per_image + seen.prompt_mask.sum() + others
 
     @property
-    def heads(self) -> Sequence[Heads]:
-        return tuple(dict.fromkeys((self.siglip.heads, *self.decoder_heads)))
+    def compute(self) -> Compute:
+        return dataclasses.replace(
+            super().compute, heads=tuple(dict.fromkeys((self.siglip.heads, *self.decoder_heads)))
+        )
 
     @property
     @abc.abstractmethod
@@ -127,14 +129,15 @@ class GemmaPolicyConfig(PromptedConfig):
     # Sizes of the language model that differ from its variant's.
     language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
 
-    def check_tensor(self, tensor_devices: int) -> list[str]:
+    @property
+    def compute(self) -> Compute:
         siglip = {"siglip.num_heads": self.siglip.num_heads, "siglip.mlp_dim": self.siglip.mlp_dim}
-        return check_sizes({**self.shared_sizes, **siglip}, tensor_devices)
+        return dataclasses.replace(super().compute, shared_sizes={**self.decoder_sizes, **siglip})
 
     @property
     @abc.abstractmethod
-    def shared_sizes(self) -> dict[str, int]:
-        """The sizes of its decoders that devices share out, by flag."""
+    def decoder_sizes(self) -> dict[str, int]:
+        """The sizes of its decoders that devices share out, by field."""
 
     @abc.abstractmethod
     def decoder_of(self, path: str) -> GemmaConfig:

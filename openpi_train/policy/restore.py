@@ -76,7 +76,7 @@ def restored(
 
     Its attention is by XLA, which runs on every device, whatever the run trained with.
     """
-    model = model.with_attention("auto")
+    model = model.with_compute(attention="auto")
     leaves = dict(checkpoint_formats.model_params(stored, model))
     if not average:
         leaves |= _not_averaged(checkpoint_formats.open_checkpoint(directory, model), model, leaves)

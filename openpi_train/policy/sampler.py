@@ -158,5 +158,5 @@ class Sampler:
                 sampler = dataclasses.replace(as_flow(sampler), guide=guide)
             return sampler.chunks(module, seen, keys, self.num_steps, self.chunk)
 
-        devices = Devices(self.plan, self.model.compute_dtype, graphdef)
+        devices = Devices(self.plan, self.model.compute.dtype, graphdef)
         return lambda params, batch: devices.rows(share, params, batch, None)

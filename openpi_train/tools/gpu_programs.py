@@ -169,7 +169,7 @@ class Training:
 def _sampling(experiment: Experiment, devices: Sequence[Any], cameras: Sequence[str]) -> Any:
     """What samples action chunks for `--batch-size` observations: float32 parameters, whole on every device."""
     # Attention as it is served (`policy/restore.py`).
-    model, data = as_policy(experiment.model.with_attention("auto")), experiment.data
+    model, data = as_policy(experiment.model.with_compute(attention="auto")), experiment.data
     assert isinstance(data, DataConfig)
     plan = Plan(mesh=make_mesh(1, devices), strategy="replicated")
     shapes: dict[str, Any] = module_params(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))

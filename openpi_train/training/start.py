@@ -277,7 +277,7 @@ def running_of(
 
 def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
     """The run's recorder, with the devices' peak for `mfu`, and `unread` metrics."""
-    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute_dtype)
+    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
     return Recorder(
         batch_size=experiment.batch_size,
         peak_flops=peak * jax.device_count() if peak else None,

@@ -114,7 +114,7 @@ class Trainer:
     @property
     def devices(self) -> Devices:
         """The computation over devices."""
-        return Devices(self.plan, self.model.compute_dtype, self.graphdef, self.use.unrolled)
+        return Devices(self.plan, self.model.compute.dtype, self.graphdef, self.use.unrolled)
 
     def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
         """The loss scale after this step."""

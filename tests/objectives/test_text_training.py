@@ -90,7 +90,7 @@ def test_processes_change_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["sigmoid", "policy"])
 def test_tensor_groups_change_nothing(name):
     model, objective = OBJECTIVES[name]
-    assert not model.check_tensor(2)
+    assert not model.compute.check_tensor(2)
     same(train(model, objective, "zero3", 2, devices=4, tensor=2), name)
 
 

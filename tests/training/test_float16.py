@@ -14,6 +14,7 @@ from trainers import make_trainer
 
 from openpi_train import registry
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.models.compute import Compute
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import SGD, AdamW, LossScaling, LRSchedule
 from openpi_train.parallel.mesh import make_mesh
@@ -46,7 +47,9 @@ class HalfPolicy(toy.LinearPolicy):
 class HalfConfig(toy.LinearConfig):
     """Builds `HalfPolicy`."""
 
-    needs_loss_scale = True
+    @property
+    def compute(self):
+        return Compute(dtype=jnp.float16)
 
     def build(self, rngs):
         return HalfPolicy(self, rngs)
@@ -254,7 +257,7 @@ def test_pi0_in_float16_is_near_float32():
     losses = {}
     for dtype in ("float32", "float16"):
         model = dataclasses.replace(experiment.model, dtype=dtype)
-        assert model.needs_loss_scale == (dtype == "float16")
+        assert model.compute.needs_loss_scale == (dtype == "float16")
         network = model.build(nnx.Rngs(0))
         keys = row_keys(0, 0, batch.row)
         losses[dtype] = float(objective.loss(network, batch, objective.norms(batch), keys)[0])

@@ -140,7 +140,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
         sizes: dict[str, Any] = {"widths": self.encoder_widths, "num_keypoints": self.num_keypoints}
-        encoders = {name: ResNet18(self.pooling, **sizes, dtype=self.compute_dtype, rngs=rngs) for name in names}
+        encoders = {name: ResNet18(self.pooling, **sizes, dtype=self.compute.dtype, rngs=rngs) for name in names}
         return DiffusionPolicy(
             encoders,
             self.network.build(self, rngs),

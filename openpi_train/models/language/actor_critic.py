@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.accompanied import CRITIC, POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.reward import RewardConfig, RewardModel
+from openpi_train.models.model_config import Base
 from openpi_train.models.param_rules import ParamRules
 
 
@@ -64,8 +65,13 @@ class ActorCriticConfig(AccompaniedConfig):
         critic = dataclasses.replace(self.critic.param_rules.published_below(CRITIC), groups={"critic": ".*"})
         return {**super().rules_of_parts, CRITIC: critic}
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parts start from the same, but for the critic's head, which is newly made."""
+    @property
+    def base(self) -> Base:
+        """The policy's model: all parts start from the same, but for the critic's head, which is newly made."""
         parts = (POLICY, REFERENCE) if self.with_reference else (POLICY,)
-        found = {part + path: leaf for part in parts for path, leaf in params.items()}
-        return found | {CRITIC + path: leaf for path, leaf in self.critic.from_base(params).items()}
+
+        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+            found = {part + path: leaf for part in parts for path, leaf in params.items()}
+            return found | {CRITIC + path: leaf for path, leaf in self.critic.base.start(params).items()}
+
+        return Base(model=self.policy, start=start)

@@ -12,15 +12,14 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.fields import at_least
+from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.language.hf_config import Family, family_of, sizes_of
 from openpi_train.models.language.hf_names import PARTS, explain_hf, hf_name
 from openpi_train.models.param_rules import ParamRules
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, merge_lora
-from openpi_train.parallel.tensor import check_sizes
 
 
 @runtime_checkable
@@ -71,28 +70,29 @@ class LanguageConfig(TransformerConfig):
         return cls(**(found | fields))
 
     def build(self, rngs: nnx.Rngs) -> Decoder:
+        compute = self.compute
         return Decoder(
             self.sizes,
             self.adapter,
-            dtype=self.compute_dtype,
-            remat=self.used_remat,
+            dtype=compute.dtype,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
 
     @property
-    def heads(self) -> Sequence[Heads]:
-        """None of its own if their products are capped (Gemma 2), which cuDNN does not."""
-        return (self.sizes.heads,) if self.sizes.attention_cap is None else ()
+    def compute(self) -> Compute:
+        """cuDNN computes no products that are capped (Gemma 2)."""
+        return dataclasses.replace(
+            super().compute,
+            heads=(self.sizes.heads,) if self.sizes.attention_cap is None else (),
+            shared_sizes={"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim},
+        )
 
     @property
     def smaller_runs(self) -> Sequence[str]:
         adapters = () if self.adapter.enabled else ("train low-rank adapters only: --model.adapter.rank 16",)
         return *adapters, "cut the texts shorter: --data.max-length"
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        shared = {"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim}
-        return check_sizes(shared, tensor_devices)
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         """As for all models; with an adapter the model without it is the reference."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.language import LanguageConfig
 from openpi_train.models.language.language_part import LanguageBasedConfig
+from openpi_train.models.model_config import Base
 from openpi_train.models.param_rules import ParamRules
 
 DECODER, SCORE_HEAD = "decoder/", "score/"
@@ -90,9 +91,14 @@ class RewardConfig(LanguageBasedConfig):
         score = ParamRules(groups={"score": ".*"}).published_below(SCORE_HEAD)
         return ParamRules.of_parts({DECODER: self.decoder.param_rules, SCORE_HEAD: score})
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The decoder's parameters."""
-        return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
+    @property
+    def base(self) -> Base:
+        """The language model, which starts the decoder."""
+
+        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+            return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
+
+        return Base(model=self.language, start=start)
 
     def without_lora(self) -> "RewardConfig":
         return dataclasses.replace(self, language=self.language.without_lora())

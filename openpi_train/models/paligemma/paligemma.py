@@ -76,6 +76,7 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
         return PromptText(limit=self.max_token_len, with_state=False)
 
     def build(self, rngs: nnx.Rngs) -> PaliGemmaFlow:
+        compute = self.compute
         return PaliGemmaFlow(
             **self.decoders,
             siglip=self.siglip,
@@ -83,8 +84,8 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
             vocab_size=self.vocab_size,
             action_dim=self.action_dim,
             action_horizon=self.action_horizon,
-            dtype=self.compute_dtype,
-            remat=self.used_remat,
+            dtype=compute.dtype,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
@@ -112,7 +113,7 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
         return draws * self.action_horizon + 1
 
     @property
-    def shared_sizes(self) -> dict[str, int]:
+    def decoder_sizes(self) -> dict[str, int]:
         language, head = self.decoders.values()
         return {
             "language.num_heads": language.num_heads,

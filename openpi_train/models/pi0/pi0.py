@@ -7,12 +7,13 @@ Field names and defaults are openpi's where openpi has the field. Cameras are th
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from flax import nnx
 
 from openpi_train.models import prompted
+from openpi_train.models.model_config import Base
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
@@ -131,7 +132,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return "quantile" if self.pi05 else "z_score"
 
     def build(self, rngs: nnx.Rngs) -> Pi0:
-        experts = self.experts
+        experts, compute = self.experts, self.compute
         return Pi0(
             language=experts["language"],
             action=experts["action"],
@@ -143,15 +144,11 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             adaptive=self.pi05,
             indicator=self.indicator,
             insulated=self.knowledge_insulation,
-            dtype=self.compute_dtype,
-            remat=self.used_remat,
+            dtype=compute.dtype,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
-
-    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
-        assert isinstance(module, Pi0)
-        module.fixed_prefix = "backbone" in groups
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         problems = super().check_objective(name, needs)
@@ -170,9 +167,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return problems
 
     @property
-    def base(self) -> "Pi0Config | None":
+    def base(self) -> Base | None:
         """The same model without the indicator, whose vectors start at 0."""
-        return dataclasses.replace(self, indicator=False) if self.indicator else None
+        return Base(model=dataclasses.replace(self, indicator=False)) if self.indicator else None
 
     @property
     def param_rules(self) -> ParamRules:
@@ -202,7 +199,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return draws * self.action_horizon + (0 if self.pi05 else 1)
 
     @property
-    def shared_sizes(self) -> dict[str, int]:
+    def decoder_sizes(self) -> dict[str, int]:
         language, action = self.experts.values()
         return {
             "num_heads": language.num_heads,

@@ -93,6 +93,7 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         return "quantile"
 
     def build(self, rngs: nnx.Rngs) -> Pi0Fast:
+        compute = self.compute
         return Pi0Fast(
             language=self.sizes,
             siglip=self.siglip,
@@ -100,11 +101,11 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
             vocab_size=self.vocab_size,
             slots=self.camera_slots,
             black_slots=self.camera_slots if self.black_cameras else (),
-            dtype=self.compute_dtype,
+            dtype=compute.dtype,
             decoding=self.decoding,
             max_decoded_tokens=self.max_decoding_steps,
             read_actions=ActionTokens(self.fast_tokenizer, self.vocab_size, self.action_horizon, self.action_dim),
-            remat=self.used_remat,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
@@ -144,5 +145,5 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         return self.sizes
 
     @property
-    def shared_sizes(self) -> dict[str, int]:
+    def decoder_sizes(self) -> dict[str, int]:
         return {"num_heads": self.sizes.num_heads, "language.mlp_dim": self.sizes.mlp_dim}

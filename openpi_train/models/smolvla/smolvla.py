@@ -6,7 +6,7 @@ those of SmolVLM2-500M. Read next: `smolvla_network.py`.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -148,10 +148,6 @@ class SmolVlaConfig(PromptedConfig):
 
     def build(self, rngs: nnx.Rngs) -> SmolVla:
         return SmolVla(self, rngs=rngs)
-
-    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
-        assert isinstance(module, SmolVla)
-        module.fixed_backbone = "backbone" in groups
 
     @property
     def param_rules(self) -> ParamRules:

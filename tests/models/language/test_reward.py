@@ -12,6 +12,7 @@ from flax import nnx
 
 from openpi_train.interop.openpi import parameter_names, parameter_shapes
 from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language.language_part import with_language
 from openpi_train.models.language.reference import ReferencedConfig
 from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -74,9 +75,9 @@ def test_parts_layers_are_gathered_one_by_one_and_its_groups_are_frozen_by_name(
     part = "decoder/" if model is REWARD else "policy/"
     assert f"{part}token_embedding" in groups["embeddings"] and f"{part}final_norm/scale" in groups["norms"]
     assert set().union(*groups.values()) == {path for path in paths if path.startswith((part, "score"))}
-    assert set(dataclasses.replace(model, **{"language" if model is REWARD else "policy": dataclasses.replace(
-        LANGUAGE, remat="auto")}).remat_choices()) == {"none", "products", "dots", "attention", "full"}  # fmt: skip
-    assert model.check_tensor(1) == [] and model.check_tensor(3)
+    is_open = with_language(model, dataclasses.replace(LANGUAGE, remat="auto"))
+    assert set(is_open.compute.remat_choices) == {"none", "products", "dots", "attention", "full"}
+    assert model.compute.check_tensor(1) == [] and model.compute.check_tensor(3)
 
 
 def test_reference_is_a_copy_that_is_frozen_and_not_rounded():

@@ -262,7 +262,7 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
         PaliGemmaFlowConfig(
             image_size=100, language=GemmaOverrides(num_heads=5, num_kv_heads=2), head_variant="gemma_300m_lora"
         )
-    (problem,) = FULL.check_tensor(3)
+    (problem,) = FULL.compute.check_tensor(3)
     assert (
         "language.num_heads 8, language.mlp_dim 16384, head.num_heads 8" in problem and "allowed: 1, 2, 4, 8" in problem
     )

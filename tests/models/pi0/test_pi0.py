@@ -63,7 +63,7 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, c
 def test_what_a_draw_is_told_adds_a_vector_that_begins_at_0():
     """One row of each told value in one pass, as guidance has it, against a pass of its own."""
     plain, config = TINY, dataclasses.replace(TINY, indicator=True)
-    assert config.base == plain and plain.base is None
+    assert config.base.model == plain and plain.base is None
     assert set(parameter_shapes(config)) - set(parameter_shapes(plain)) == {"indicator"}
     _, params = built(config)
     velocity, without = compiled_velocity(config), compiled_velocity(plain)
