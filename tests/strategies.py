@@ -47,7 +47,7 @@ def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int =
     batches = jax.tree.map(np.asarray, batches)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(ROWS, ()))
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(ROWS, ()))
         history = []
         for rows in batches:
             put = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, plan.batch, x.__getitem__), rows)

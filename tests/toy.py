@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from openpi_train.data.robot.row_format import RowFormat
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.compute import Compute
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.models.param_rules import ParamRules
@@ -52,6 +54,19 @@ class FlowThatSamplesItself(FlowMatching):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRows(RowFormat):
+    """Those of `batch`."""
+
+    action_dim: int
+
+    def batch_spec(self, batch_size, cameras, text_length=None):
+        return jax.eval_shape(lambda: batch(batch_size, self.window.horizon, self.action_dim))
+
+    def transforms(self, tokenizer, text_length=None):
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(PolicyConfig):
     """Builds `LinearPolicy`."""
 
@@ -64,11 +79,10 @@ class LinearConfig(PolicyConfig):
     def build(self, rngs):
         return LinearPolicy(self, rngs)
 
-    def batch_spec(self, batch_size, cameras, text_length=None):
-        return jax.eval_shape(lambda: batch(batch_size, self.action_horizon, self.action_dim))
-
-    def transforms(self, tokenizer, text_length=None):
-        return ()
+    @property
+    def rows(self):
+        window = WindowShape(horizon=self.action_horizon)
+        return LinearRows(window=window, vocab_size=self.vocab_size, action_dim=self.action_dim)
 
     @property
     def param_rules(self):

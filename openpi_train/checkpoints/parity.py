@@ -131,4 +131,4 @@ def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Any:
             return jnp.asarray(random.integers(0, most, spec.shape), spec.dtype)
         return jnp.asarray(random.normal(size=spec.shape), spec.dtype)
 
-    return jax.tree.map(fill, model.batch_spec(_ROWS, cameras))
+    return jax.tree.map(fill, model.rows.batch_spec(_ROWS, cameras))

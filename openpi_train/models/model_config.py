@@ -6,14 +6,13 @@ built module.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, Int
 
-from openpi_train.data.robot.normalize import Form
-from openpi_train.data.robot.windows import WindowShape
+from openpi_train.data.robot.row_format import RowFormat
 from openpi_train.models.compute import Compute
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.attention import Attention
@@ -113,13 +112,7 @@ class KnowsFixed(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig(ModelConfig):
-    """A model of robots' actions: what it sees around a control step, and how a robot's row becomes a row of its batch.
-
-    Its batch is a `types.ActionBatch`.
-    """
-
-    # Whether a row's text reaches the model; one that reads none needs no tokenizer.
-    reads_text: ClassVar[bool] = True
+    """A model of robots' actions. Its batch is a `types.ActionBatch`."""
 
     # Control steps of an action chunk.
     action_horizon: int
@@ -127,9 +120,9 @@ class PolicyConfig(ModelConfig):
     vocab_size: int
 
     @property
-    def window(self) -> WindowShape:
-        """What the model sees and predicts around a control step: by default that step, and a chunk from it on."""
-        return WindowShape(horizon=self.action_horizon)
+    @abc.abstractmethod
+    def rows(self) -> RowFormat:
+        """What it sees around a control step, and how a robot's row becomes a row of its batch."""
 
     @property
     def known_slots(self) -> tuple[str, ...] | None:
@@ -142,47 +135,6 @@ class PolicyConfig(ModelConfig):
         return self
 
     @property
-    def normalization(self) -> Form:
-        """The form of normalisation that the model was designed for."""
-        return "z_score"
-
-    @abc.abstractmethod
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> Any:
-        """The batch as a tree of `jax.ShapeDtypeStruct`.
-
-        `cameras` are the slots that the run's robots fill; `text_length` is the number of text tokens of a row, padding
-        included. None: `text_limit`.
-        """
-
-    @abc.abstractmethod
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
-        """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
-
-    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
-        """Raise ValueError, with the flag to give, if the model takes no rows of so many dims (default: takes all)."""
-
-    @property
-    def text_limit(self) -> int | None:
-        """The most text tokens of a row, padding included; None for a model without text (default)."""
-        return None
-
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int | None:
-        """The text tokens of a row that the longest of these prompts needs (default: `text_limit`).
-
-        Each prompt comes with the number of state dims of its robot. Padding beyond that length changes no result.
-        """
-        del tokenizer, prompts
-        return self.text_limit
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
-
-        `num_state_dims` are those of its robot. Asked for only where there is a `text_limit`.
-        """
-        del tokenizer, prompt, num_state_dims
-        return 0
-
-    @property
     def chunk_processor(self) -> str:
         """The FAST processor of its action tokens: a folder, or a name on the hub; empty: it has none (default)."""
         return ""
@@ -191,11 +143,6 @@ class PolicyConfig(ModelConfig):
         """This config with another FAST processor, if it has one."""
         del path
         return self
-
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
-        del tokenizer
-        return None
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.data.robot.row_format import RowFormat
+from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
@@ -46,47 +48,14 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         """What the text of a row is."""
 
     @property
-    def text_limit(self) -> int:
-        return self.text.limit
-
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
-        return self.text.fitted_length(tokenizer, prompts)
-
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
-        length = self.text_limit if text_length is None else text_length
-
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-
-        masks = ["prompt_mask", *(TOKEN_MASKS if self.text.token_masks else ())]
-        return action_batch(
-            {
-                **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
-                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
-                "state": spec(jnp.float32, self.action_dim),
-                "prompt_tokens": spec(jnp.int32, length),
-                **{name: spec(jnp.bool_, length) for name in masks},
-                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
-                "action_mask": spec(jnp.bool_, self.action_horizon),
-                "dim_mask": spec(jnp.bool_, self.action_dim),
-                "row": spec(jnp.int32),
-            }
+    def rows(self) -> "PromptedRows":
+        return PromptedRows(
+            window=WindowShape(horizon=self.action_horizon),
+            vocab_size=self.vocab_size,
+            text=self.text,
+            image_size=self.image_size,
+            action_dim=self.action_dim,
         )
-
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
-        # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.robot.transforms import PadDims, ResizeImages
-
-        tokenize = self.text.tokenize(tokenizer, self.text_limit if text_length is None else text_length)
-        return ResizeImages(self.image_size), tokenize, PadDims(self.action_dim)
-
-    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
-        from openpi_train.data.robot.transforms import PadDims, blank_row
-
-        PadDims(self.action_dim)(blank_row(num_state_dims, num_action_dims))
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
     def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
         """Tokens of present images and of prompts, and those behind them."""
@@ -115,9 +84,6 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         """Tokens of a row behind images and prompt: of its state and of so many noisy chunks (default: none)."""
         del draws
         return 0
-
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        return self.text.chunk_tokenizer(tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +119,78 @@ class GemmaPolicyConfig(PromptedConfig):
             return 1.0 if "/mlp/" in name else self.decoder_of(name).lora.attention_scale
 
         return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptedRows(RowFormat):
+    """Rows of square images, a text, and states and actions padded to one width.
+
+    Attributes:
+        text: the text of a row.
+        image_size: height and width of the images in pixels.
+        action_dim: width of state and actions.
+        into_corner: whether images are padded at the right and below alone.
+        slots: the camera slots that the model has; None: all that robots have.
+    """
+
+    text: RowText
+    image_size: int
+    action_dim: int
+    into_corner: bool = False
+    slots: tuple[str, ...] | None = None
+
+    @property
+    def text_limit(self) -> int:
+        return self.text.limit
+
+    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
+        return self.text.fitted_length(tokenizer, prompts)
+
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
+        """The batch's shapes. Raises ValueError for a camera slot that the model does not have."""
+        if self.slots is not None and (unknown := sorted(set(cameras) - set(self.slots))):
+            raise ValueError(
+                f"the model has no camera slot {', '.join(unknown)}; it has {', '.join(self.slots)}: rename the "
+                "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
+            )
+        length = self.text_limit if text_length is None else text_length
+
+        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+        masks = ["prompt_mask", *(TOKEN_MASKS if self.text.token_masks else ())]
+        return action_batch(
+            {
+                **{f"image/{slot}": spec(jnp.uint8, self.image_size, self.image_size, 3) for slot in cameras},
+                **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
+                "state": spec(jnp.float32, self.action_dim),
+                "prompt_tokens": spec(jnp.int32, length),
+                **{name: spec(jnp.bool_, length) for name in masks},
+                "actions": spec(jnp.float32, self.window.horizon, self.action_dim),
+                "action_mask": spec(jnp.bool_, self.window.horizon),
+                "dim_mask": spec(jnp.bool_, self.action_dim),
+                "row": spec(jnp.int32),
+            }
+        )
+
+    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+        # Imported here: image libraries are only needed where rows are made.
+        from openpi_train.data.robot.transforms import PadDims, ResizeImages
+
+        tokenize = self.text.tokenize(tokenizer, self.text_limit if text_length is None else text_length)
+        resize = ResizeImages(self.image_size, into_corner=self.into_corner)
+        return resize, tokenize, PadDims(self.action_dim)
+
+    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
+        from openpi_train.data.robot.transforms import PadDims, blank_row
+
+        PadDims(self.action_dim)(blank_row(num_state_dims, num_action_dims))
+
+    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+        return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
+
+    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+        return self.text.chunk_tokenizer(tokenizer)
 
 
 def embed_prefix(

@@ -343,7 +343,7 @@ def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
     """Raise CheckpointError if norm stats are wider than the model's state or actions."""
     if not norm_stats:
         return
-    spec = experiment.policy.batch_spec(1, experiment.data.cameras)
+    spec = experiment.policy.rows.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():
         entries = content.get("norm_stats", {})

@@ -125,7 +125,7 @@ class Training:
     @classmethod
     def of(cls, experiment: Experiment, machine: Machine, devices: Sequence[Any], cameras: Sequence[str]) -> "Training":
         model: Any = experiment.model
-        batch_spec = (lambda rows: model.batch_spec(rows, cameras)) if cameras else None
+        batch_spec = (lambda rows: model.rows.batch_spec(rows, cameras)) if cameras else None
         prepared = Settling(given=experiment, machine=machine, batch_spec=batch_spec, devices=devices).prepared
         experiment, plan = prepared.experiment, prepared.trainer.plan
         return cls(

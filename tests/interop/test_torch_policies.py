@@ -194,7 +194,7 @@ def test_norm_stats_give_what_lerobots_normaliser_gives(name, tmp_path):
     (tmp_path / "norm_stats.json").write_text(json.dumps(content))
     stats = read_norm_stats(tmp_path)
     for key, ours in (("state", "state"), ("action", "actions")):
-        normal = normalize(case.io[f"norm/{key}"], stats[ours], case.config.normalization)
+        normal = normalize(case.io[f"norm/{key}"], stats[ours], case.config.rows.normalization)
         # openpi divides by 1e-6 more than LeRobot, whose scales here are 0.5 and more; float32 does the rest.
         np.testing.assert_allclose(normal, case.io[f"norm/{key}_normalized"], rtol=4e-6, atol=1e-6)
 

@@ -26,7 +26,7 @@ from openpi_train.training.start_check import check_host_memory
 pytestmark = pytest.mark.slow
 
 CONFIG = toy.StackedConfig(depth=2)
-SPEC = CONFIG.batch_spec(strategies.ROWS, ())
+SPEC = CONFIG.rows.batch_spec(strategies.ROWS, ())
 LARGE_MIB = 1e-3  # only the token table and the stacked kernel are as large
 
 

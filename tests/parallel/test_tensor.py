@@ -97,7 +97,7 @@ def batch(config, seed: int):
             return generator.integers(0, 40, leaf.shape, leaf.dtype)
         return generator.normal(size=leaf.shape).astype(leaf.dtype)
 
-    spec = flatten_rows(config.batch_spec(ROWS, CAMERAS))
+    spec = flatten_rows(config.rows.batch_spec(ROWS, CAMERAS))
     return action_batch({name: fill(name, leaf) for name, leaf in spec.items()})
 
 
@@ -106,7 +106,7 @@ def run(config, trainer, layout, state, steps: int = 3):
     history = []
     with jax.set_mesh(trainer.plan.real_mesh):
         state = jax.device_put(state, layout.shardings)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(ROWS, CAMERAS))
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(ROWS, CAMERAS))
         for index in range(steps):
             state, metrics = step(state, jax.device_put(batch(config, index), trainer.plan.batch))
             history.append([float(metrics[name]) for name in ("loss", "grad_norm", "param_norm")])
@@ -155,7 +155,7 @@ def test_unrolled_layers_of_tensor_groups_are_traced(strategy, fsdp):
     trainer, layout = prepare(CONFIGS["pi0"], strategy, fsdp, tensor=2)
     trainer = dataclasses.replace(trainer, use=ParamUse(unrolled=True))
     with jax.set_mesh(trainer.plan.real_mesh):
-        spec = CONFIGS["pi0"].batch_spec(ROWS, CAMERAS)
+        spec = CONFIGS["pi0"].rows.batch_spec(ROWS, CAMERAS)
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), spec)
     assert "optimization_barrier" in str(traced.jaxpr)
 
@@ -178,7 +178,7 @@ WIDE = dataclasses.replace(
 @pytest.mark.slow
 def test_a_step_sends_no_more_than_the_formulas_and_a_device_holds_what_the_plan_says(strategy, fsdp, tensor, accum):
     trainer, layout = prepare(WIDE, strategy, fsdp, tensor, accum)
-    spec = WIDE.batch_spec(ROWS, CAMERAS)
+    spec = WIDE.rows.batch_spec(ROWS, CAMERAS)
     with jax.set_mesh(trainer.plan.real_mesh):
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), spec)
         step = traced.lower().compile()

@@ -55,7 +55,7 @@ def test_an_observation_becomes_the_row_that_training_reads(run, policy):
 
 
 def test_programs_are_as_long_as_the_rows_of_the_run_and_as_the_model_allows(run, policy):
-    lengths = run.data.text_length, run.experiment.model.text_limit
+    lengths = run.data.text_length, run.experiment.model.rows.text_limit
     assert policy.sampler.text_lengths == lengths and lengths[0] < lengths[1]
 
 

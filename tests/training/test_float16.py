@@ -62,7 +62,7 @@ def run_steps(batches, *, scaling=SCALING, config=None, accum=1, devices=1, star
     trainer, layout = make_trainer(config, plan, optimizer, SCHEDULE, accum=accum, scaling=scaling)
     with jax.set_mesh(plan.real_mesh):
         state = start or create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(8, ()))
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(8, ()))
         history, states = [], [jax.tree.map(jnp.copy, state)]  # the step takes over what it is given
         for rows in batches:
             state, metrics = step(state, jax.device_put(rows, plan.batch))
@@ -243,7 +243,7 @@ def test_pi0_in_float16_is_near_float32():
 
     experiment = registry.load("debug")
     rng = np.random.default_rng(0)
-    spec = experiment.model.batch_spec(2, ("base_0_rgb",))
+    spec = experiment.model.rows.batch_spec(2, ("base_0_rgb",))
 
     def fill(leaf):
         if leaf.dtype == jnp.bool_:

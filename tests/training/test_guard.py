@@ -61,7 +61,7 @@ class ToyData(Data):
     """The shapes of the toy's batches; there is nothing to open."""
 
     def batch_spec(self, model, batch_size):
-        return model.batch_spec(batch_size, ())
+        return model.rows.batch_spec(batch_size, ())
 
     def open(self, request):
         raise NotImplementedError

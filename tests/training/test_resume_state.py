@@ -57,7 +57,7 @@ def run(tmp_path_factory):
     mesh = trainer.plan.real_mesh
     with jax.set_mesh(mesh):
         state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.param_rules.frozen, True, 7)
-        step = trainer.compile_step(layout.shardings, state, CONFIG.batch_spec(strategies.ROWS, ()))
+        step = trainer.compile_step(layout.shardings, state, CONFIG.rows.batch_spec(strategies.ROWS, ()))
 
     def take_two(state, feed):
         losses = []

@@ -29,7 +29,7 @@ def run_steps(
     trainer, layout = make_trainer(config, plan, AdamW(), SCHEDULE, objective=objective, accum=accum, ema=ema)
     with jax.set_mesh(plan.real_mesh):
         state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, ema is not None, 7)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(8, ()))
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(8, ()))
         history = []
         for index in range(steps):
             rows = batches[index] if batches else toy.batch(8, seed=index)

@@ -14,7 +14,7 @@ from flax import nnx
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.act.act_network import Act
 from openpi_train.models.compute_config import TransformerConfig
-from openpi_train.models.exact_policy import ExactPolicyConfig
+from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
 from openpi_train.models.param_rules import ParamRules
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], red, green and blue.
@@ -87,9 +87,10 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
     @property
-    def window(self) -> WindowShape:
+    def rows(self) -> ExactRows:
         """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
-        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        window = WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        return dataclasses.replace(super().rows, window=window)
 
     @property
     def param_rules(self) -> ParamRules:

@@ -8,7 +8,7 @@ Field names and defaults are openpi's where openpi has the field. Cameras are th
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -128,8 +128,8 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
     @property
-    def normalization(self) -> Literal["z_score", "quantile"]:
-        return "quantile" if self.pi05 else "z_score"
+    def rows(self) -> prompted.PromptedRows:
+        return dataclasses.replace(super().rows, normalization="quantile" if self.pi05 else "z_score")
 
     def build(self, rngs: nnx.Rngs) -> Pi0:
         experts, compute = self.experts, self.compute

@@ -7,7 +7,7 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Int
@@ -89,8 +89,8 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         return dataclasses.replace(self, fast_tokenizer=path)
 
     @property
-    def normalization(self) -> Literal["z_score", "quantile"]:
-        return "quantile"
+    def rows(self) -> prompted.PromptedRows:
+        return dataclasses.replace(super().rows, normalization="quantile", slots=self.camera_slots)
 
     def build(self, rngs: nnx.Rngs) -> Pi0Fast:
         compute = self.compute
@@ -109,15 +109,6 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
             attention=self.attention,
             rngs=rngs,
         )
-
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
-        """The batch's shapes. Raises ValueError for a camera slot that the model does not have."""
-        if unknown := sorted(set(cameras) - set(self.camera_slots)):
-            raise ValueError(
-                f"the model has no camera slot {', '.join(unknown)}; it has {', '.join(self.camera_slots)}: rename the "
-                "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
-            )
-        return super().batch_spec(batch_size, cameras, text_length)
 
     def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
         seen = batch.observation

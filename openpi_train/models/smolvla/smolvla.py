@@ -7,14 +7,13 @@ those of SmolVLM2-500M. Read next: `smolvla_network.py`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
-from openpi_train.models.model_config import RowTransform
 from openpi_train.models.param_rules import ParamRules
-from openpi_train.models.prompted import PromptedConfig
+from openpi_train.models.prompted import PromptedConfig, PromptedRows
 from openpi_train.models.row_text import PromptText
 from openpi_train.models.smolvla.smolvla_network import SmolVla
 from openpi_train.nn.attention import Heads
@@ -96,9 +95,10 @@ class SmolVlaConfig(PromptedConfig):
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
     @property
-    def window(self) -> WindowShape:
+    def rows(self) -> PromptedRows:
         """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
-        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        window = WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        return dataclasses.replace(super().rows, window=window, into_corner=True)
 
     @property
     def language(self) -> DecoderSizes:
@@ -138,13 +138,6 @@ class SmolVlaConfig(PromptedConfig):
 
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + 1
-
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
-        # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.robot.transforms import ResizeImages
-
-        _, *others = super().transforms(tokenizer, text_length)
-        return ResizeImages(self.image_size, into_corner=True), *others
 
     def build(self, rngs: nnx.Rngs) -> SmolVla:
         return SmolVla(self, rngs=rngs)

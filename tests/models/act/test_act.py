@@ -40,11 +40,11 @@ def compiled(config, function):
 
 def test_rows_are_what_the_config_says():
     batch = act_case.batch()
-    spec = SEEING.batch_spec(len(batch.row), SEEING.cameras)
+    spec = SEEING.rows.batch_spec(len(batch.row), SEEING.cameras)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), batch
     )
-    assert (SEEING.window.history, SEEING.window.num_ahead, SEEING.normalization) == (1, 6, "z_score")
+    assert (SEEING.rows.window.history, SEEING.rows.window.num_ahead, SEEING.rows.normalization) == (1, 6, "z_score")
 
 
 def test_the_published_size_is_lerobots():
@@ -154,7 +154,7 @@ def test_the_step_is_traced_with_layers_gathered_one_by_one():
     optimizer = AdamW(rate_mask="^decoder/", rate_factor=0.1)
     trainer, layout = make_trainer(config, plan, optimizer, LRSchedule(), objective=OBJECTIVE, accum=2, ema=None)
     with jax.set_mesh(plan.real_mesh):
-        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.batch_spec(4, ()))
+        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.rows.batch_spec(4, ()))
     metrics = traced.out_info[1]
     assert {"loss", "l1", "kl", "grad_norm"} <= metrics.keys()
     assert len(layout.shapes.params) == len(module_params(nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))))

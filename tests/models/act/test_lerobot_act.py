@@ -90,10 +90,10 @@ def test_executed_actions_are_those_of_lerobots_temporal_ensemble():
 def test_rows_are_normalised_as_lerobots_processors_do(stored):
     stats = parse_norm_stats(stored.norm_stats["lerobot"], "the folder")
     for name in ("state", "actions"):
-        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.normalization)
+        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.rows.normalization)
         # Here 1e-6 is added to a scale of 0.5 and more, there 1e-8.
         np.testing.assert_allclose(normal, IO[f"norm/{name}"], rtol=4e-6, atol=2e-6)
-    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.normalization)
+    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.rows.normalization)
     np.testing.assert_allclose(back, IO["norm/back"], rtol=4e-6, atol=4e-6)
 
 

@@ -174,7 +174,7 @@ def test_the_head_is_pi05s_action_expert_on_another_context(tiny):
 def abstract(config, cameras=2):
     """(loss of trained and frozen parameters, the shapes of what it takes), for one row."""
     graph = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
-    seen = config.batch_spec(1, SLOTS[:cameras]).observation
+    seen = config.rows.batch_spec(1, SLOTS[:cameras]).observation
     shapes = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in parameter_shapes(config).items()}
 
     def loss(trained, frozen, *inputs):

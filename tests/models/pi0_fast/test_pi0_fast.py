@@ -325,7 +325,7 @@ def test_a_flag_without_its_objective_and_an_objective_without_its_flag_are_refu
     with pytest.raises(ValueError, match="flow_weight 0 and token_weight"):
         InsulatedFlow(flow_weight=0)
     with pytest.raises(ValueError, match=r"no camera slot right_wrist_0_rgb; it has base_0_rgb, left_wrist_0_rgb"):
-        fast.model.batch_spec(1, ["base_0_rgb", "right_wrist_0_rgb"])
+        fast.model.rows.batch_spec(1, ["base_0_rgb", "right_wrist_0_rgb"])
 
 
 @pytest.mark.slow

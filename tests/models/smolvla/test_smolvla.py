@@ -121,5 +121,5 @@ def test_the_step_is_traced_with_layers_gathered_one_by_one(train_expert_only):
     plan = Plan(mesh=make_mesh(2, jax.devices()[:2]), strategy="zero3", min_shard_mib=0)
     trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=OBJECTIVE, accum=2, ema=None)
     with jax.set_mesh(plan.real_mesh):
-        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.batch_spec(4, ("top",)))
+        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.rows.batch_spec(4, ("top",)))
     assert {"loss", "grad_norm"} <= traced.out_info[1].keys()
