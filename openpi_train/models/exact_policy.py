@@ -13,7 +13,7 @@ import tyro
 
 from openpi_train.data.robot.row_format import RowFormat
 from openpi_train.data.robot.windows import WindowShape
-from openpi_train.models.model_config import PolicyConfig, RowTransform
+from openpi_train.models.model_config import PolicyConfig, RowTransform, below_one
 from openpi_train.types import ActionBatch, action_batch
 
 
@@ -34,10 +34,8 @@ class ExactPolicyConfig(PolicyConfig):
     # No text is read but, in some, the index of an instruction.
     vocab_size: Annotated[int, tyro.conf.Suppress] = 512
 
-    def size_problems(self, *others: str) -> list[str]:
-        """What is wrong with the sizes of rows, and with further fields that must be at least 1, as sentences."""
-        names = ("action_dim", "action_horizon", *others, "image_height", "image_width")
-        return [f"{name} {getattr(self, name)} must be at least 1" for name in names if getattr(self, name) < 1]
+    def problems(self) -> list[str]:
+        return below_one(self, "action_dim", "action_horizon", "image_height", "image_width")
 
     @property
     def known_slots(self) -> None:

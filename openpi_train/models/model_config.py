@@ -37,6 +37,14 @@ class ModelConfig(abc.ABC):
 
     provides: ClassVar[frozenset[str]] = frozenset()
 
+    def __post_init__(self):
+        if problems := self.problems():
+            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """What is wrong with its fields, as sentences; a config of which something is wrong is refused (ValueError)."""
+        return []
+
     @property
     def compute(self) -> Compute:
         """How its layers compute (default: in float32, without anything to choose)."""
@@ -143,6 +151,11 @@ class PolicyConfig(ModelConfig):
         """This config with another FAST processor, if it has one."""
         del path
         return self
+
+
+def below_one(config: ModelConfig, *names: str) -> list[str]:
+    """Which of these numbers of a config are not at least 1, as sentences."""
+    return [f"{name} {getattr(config, name)} must be at least 1" for name in names if getattr(config, name) < 1]
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

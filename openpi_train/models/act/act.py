@@ -15,6 +15,7 @@ from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.act.act_network import Act
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
+from openpi_train.models.model_config import below_one
 from openpi_train.models.param_rules import ParamRules
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], red, green and blue.
@@ -66,10 +67,10 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
     # Share of the values that the transformers drop in training.
     dropout: float = 0.1
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         counts = ("dim_model", "n_heads", "dim_feedforward", "latent_dim")
         layers = ("n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers")
-        problems = self.size_problems(*counts, *layers)
+        problems = super().problems() + below_one(self, *counts, *layers)
         if not problems and (self.dim_model % self.n_heads or self.dim_model % 4):
             problems.append(
                 f"dim_model {self.dim_model} must be a multiple of its {self.n_heads} heads, and of 4: sines and "
@@ -83,8 +84,7 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
             problems.append(f"image_std {self.image_std} must be above 0")
         if self.attention == "cudnn":
             problems.append("attention cudnn: ACT drops attention weights in training, which those kernels do not; xla")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def rows(self) -> ExactRows:

@@ -15,6 +15,7 @@ from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.diffusion_policy.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
+from openpi_train.models.model_config import below_one
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 from openpi_train.parallel.remat import Remat, RematChoice
 
@@ -71,8 +72,8 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
 
-    def __post_init__(self):
-        problems = self.size_problems("n_obs_steps", "n_action_steps")
+    def problems(self) -> list[str]:
+        problems = super().problems() + below_one(self, "n_obs_steps", "n_action_steps")
         if self.n_obs_steps - 1 + self.n_action_steps > self.action_horizon:
             problems.append(
                 f"a chunk of {self.action_horizon} steps begins with the first of {self.n_obs_steps} observed ones, so "
@@ -93,8 +94,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
             problems.append(f"image_std {self.image_std} must be above 0")
         if len(set(self.instructions)) < len(self.instructions):
             problems.append(f"instructions name one twice: {', '.join(self.instructions)}")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def rows(self) -> ExactRows:

@@ -54,12 +54,13 @@ class AccompaniedConfig(LanguageBasedConfig):
     # The model, without an adapter.
     policy: LanguageConfig
 
-    def __post_init__(self):
-        if self.policy.adapter.enabled:
-            raise ValueError(
-                "a policy with an adapter is its own reference, without the adapter: train the "
-                f"{type(self.policy).__name__} itself"
-            )
+    def problems(self) -> list[str]:
+        if not self.policy.adapter.enabled:
+            return []
+        return [
+            "a policy with an adapter is its own reference, without the adapter: train the "
+            f"{type(self.policy).__name__} itself"
+        ]
 
     @property
     def inner(self) -> LanguageConfig:

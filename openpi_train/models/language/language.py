@@ -16,6 +16,7 @@ from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.language.hf_config import Family, family_of, sizes_of
 from openpi_train.models.language.hf_names import PARTS, explain_hf, hf_name
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -33,7 +34,16 @@ class PackedTexts(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageConfig(TransformerConfig):
+class TextModelConfig(ModelConfig):
+    """A model of texts: a language model, or one that is made of it."""
+
+    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
+        del draws
+        return (batch.segments > 0).sum()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageConfig(TransformerConfig, TextModelConfig):
     """A language model: Gemma, Llama, SmolLM2, Qwen or Mistral, depending on its sizes.
 
     Low-rank adapters on all weights, with everything else frozen: `--model.adapter.rank 16`.
@@ -52,14 +62,13 @@ class LanguageConfig(TransformerConfig):
     # The longest context that it was trained for, in tokens.
     context_length: int = at_least(1, 2048)
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.sizes.check()
         if self.adapter.rank < 0:
             problems.append(f"adapter.rank {self.adapter.rank} must be at least 0")
         if self.adapter.enabled and not (self.adapter.attention or self.adapter.mlp):
             problems.append("adapter.rank is given and neither adapter.attention nor adapter.mlp")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @classmethod
     def published(cls, config: Mapping[str, Any], where: str, **fields: Any) -> "LanguageConfig":
@@ -106,10 +115,6 @@ class LanguageConfig(TransformerConfig):
                 "preferences, precompute the reference's log-probabilities (--objective.reference precomputed)"
             )
         return problems
-
-    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
-        del draws
-        return (batch.segments > 0).sum()
 
     @property
     def param_rules(self) -> ParamRules:

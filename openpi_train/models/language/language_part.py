@@ -7,10 +7,8 @@ import abc
 import dataclasses
 from typing import ClassVar
 
-from jaxtyping import Array, Int
-
 from openpi_train.models.compute import Compute
-from openpi_train.models.language.language import LanguageConfig, PackedTexts
+from openpi_train.models.language.language import LanguageConfig, TextModelConfig
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.nn.attention import Attention
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -18,7 +16,7 @@ from openpi_train.parallel.remat import Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageBasedConfig(ModelConfig, abc.ABC):
+class LanguageBasedConfig(TextModelConfig):
     """A model made of a language model, whose checkpoints start it: its sizes, and how it computes, are that one's."""
 
     # How the flags of the language model begin.
@@ -48,9 +46,6 @@ class LanguageBasedConfig(ModelConfig, abc.ABC):
 
     def with_compute(self, *, remat: Remat | None = None, attention: Attention | None = None) -> "LanguageBasedConfig":
         return self.with_inner(self.inner.with_compute(remat=remat, attention=attention))
-
-    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
-        return self.inner.num_tokens_seen(batch, draws)
 
 
 def language_of(model: ModelConfig) -> LanguageConfig | None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 from flax import nnx
 
 from openpi_train.models import prompted
+from openpi_train.models.model_config import below_one
 from openpi_train.models.paligemma.paligemma_network import PaliGemmaFlow
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
@@ -47,17 +48,14 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
     # Sizes of the flow head that differ from its variant's.
     head: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "max_token_len", "vocab_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems += below_one(self, "action_dim", "action_horizon", "max_token_len", "vocab_size")
         for part, sizes in self.decoders.items():
             problems += sizes.check(part)
         if self.decoders["head"].lora.enabled:
             problems.append("the head has no start weights for low-rank factors; use a plain variant")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def decoders(self) -> dict[str, GemmaConfig]:

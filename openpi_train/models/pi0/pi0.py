@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from openpi_train.models import prompted
-from openpi_train.models.model_config import Base
+from openpi_train.models.model_config import Base, below_one
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
@@ -62,12 +62,10 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         flags = "--model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None"
         return f"train low-rank adapters only, as pi0_bridge_traj_lora: {flags}", small
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         language, action = self.experts.values()
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "prompt_limit", "vocab_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems += below_one(self, "action_dim", "action_horizon", "prompt_limit", "vocab_size")
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
             first, second = getattr(language, name), getattr(action, name)
             if first != second:
@@ -76,8 +74,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             problems += config.check(expert)
         if self.knowledge_insulation and not self.pi05:
             problems.append("knowledge_insulation needs pi0.5's prompt, which contains the state: also set pi05")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def experts(self) -> dict[str, GemmaConfig]:

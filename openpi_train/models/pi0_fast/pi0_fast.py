@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.models import prompted
+from openpi_train.models.model_config import below_one
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0_fast.action_tokens import ActionTokens
@@ -48,13 +49,10 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
     # nothing.
     black_cameras: bool = False
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.siglip.check(self.image_size) + self.sizes.check("language")
-        for name in ("action_dim", "action_horizon", "max_token_len", "max_decoding_steps", "vocab_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        problems += below_one(self, "action_dim", "action_horizon", "max_token_len", "max_decoding_steps", "vocab_size")
+        return problems
 
     @property
     def sizes(self) -> GemmaConfig:

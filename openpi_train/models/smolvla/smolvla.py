@@ -12,6 +12,7 @@ from typing import ClassVar
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.model_config import below_one
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.prompted import PromptedConfig, PromptedRows
 from openpi_train.models.row_text import PromptText
@@ -70,11 +71,11 @@ class SmolVlaConfig(PromptedConfig):
     # Train the projection of the state, which the language model reads.
     train_state_proj: bool = True
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "max_token_len", "pixel_shuffle", "self_attn_every_n_layers"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems += below_one(
+            self, "action_dim", "action_horizon", "max_token_len", "pixel_shuffle", "self_attn_every_n_layers"
+        )
         problems += self.language.check()
         if not problems and (self.image_size // self.siglip.patch_size) % self.pixel_shuffle:
             problems.append(
@@ -91,8 +92,7 @@ class SmolVlaConfig(PromptedConfig):
                 f"the expert's width, width {self.width} times expert_width_multiplier "
                 f"{self.expert_width_multiplier}, must be even, and at least 2: it is {self.expert.width}"
             )
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def rows(self) -> PromptedRows:
