@@ -20,11 +20,13 @@ from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, RolloutBatch, action_batch
+
+# The sizes of image tower and decoders that tensor groups share out.
+SHARED_SIZES = ("num_heads", "mlp_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,17 +67,6 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         return images * self.tokens_per_image + seen.prompt_mask.sum() + others
 
     @property
-    def compute(self) -> Compute:
-        return dataclasses.replace(
-            super().compute, heads=tuple(dict.fromkeys((self.siglip.heads, *self.decoder_heads)))
-        )
-
-    @property
-    @abc.abstractmethod
-    def decoder_heads(self) -> Sequence[Heads]:
-        """Those of all layers behind the image tower."""
-
-    @property
     def tokens_per_image(self) -> int:
         """Tokens of an image before the prompt."""
         return self.siglip.num_tokens(self.image_size)
@@ -96,18 +87,21 @@ class GemmaPolicyConfig(PromptedConfig):
     language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
 
     @property
-    def compute(self) -> Compute:
-        siglip = {"siglip.num_heads": self.siglip.num_heads, "siglip.mlp_dim": self.siglip.mlp_dim}
-        return dataclasses.replace(super().compute, shared_sizes={**self.decoder_sizes, **siglip})
+    @abc.abstractmethod
+    def decoders(self) -> Mapping[str, GemmaConfig]:
+        """The sizes of `language` and of a decoder beside it, by field, overrides applied."""
 
     @property
-    @abc.abstractmethod
-    def decoder_sizes(self) -> dict[str, int]:
-        """The sizes of its decoders that devices share out, by field."""
+    def compute(self) -> Compute:
+        parts = {**self.decoders, "siglip": self.siglip}
+        shared = {f"{name}.{size}": getattr(part, size) for name, part in parts.items() for size in SHARED_SIZES}
+        heads = tuple(dict.fromkeys(part.heads for part in parts.values()))
+        return dataclasses.replace(super().compute, heads=heads, shared_sizes=shared)
 
-    @abc.abstractmethod
     def decoder_of(self, path: str) -> GemmaConfig:
         """The sizes of the decoder to which a parameter belongs that may have low-rank factors."""
+        del path
+        return self.decoders["language"]
 
     def without_lora(self) -> "GemmaPolicyConfig":
         return dataclasses.replace(self, language=self.language.without_lora())

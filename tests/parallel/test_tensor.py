@@ -232,7 +232,9 @@ def test_what_an_optimizer_keeps_of_a_parameter_is_cut_like_it_where_it_has_its_
             assert TENSOR not in sharding.spec, path
 
 
-@pytest.mark.parametrize(("tensor", "wrong"), [(3, "num_heads 8, language.mlp_dim 16384"), (16, "num_heads 8")])
+@pytest.mark.parametrize(
+    ("tensor", "wrong"), [(3, "language.num_heads 8, language.mlp_dim 16384"), (16, "language.num_heads 8")]
+)
 def test_a_size_that_does_not_divide_is_told_with_what_does(tensor, wrong):
     (problem,) = Pi0Config().compute.check_tensor(tensor)
     assert f"--sharding.tensor-devices {tensor} does not divide the model's {wrong}" in problem

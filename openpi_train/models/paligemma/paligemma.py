@@ -5,7 +5,6 @@ Read next: `paligemma_network.py`, `docs/paligemma.md`.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from flax import nnx
@@ -16,7 +15,6 @@ from openpi_train.models.paligemma.paligemma_network import PaliGemmaFlow
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.row_text import PromptText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 _BACKBONE = "backbone/"
@@ -59,15 +57,10 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
 
     @property
     def decoders(self) -> dict[str, GemmaConfig]:
-        """The sizes of language model and head, overrides applied."""
         return {
             "language": self.language.apply(self.paligemma_variant),
             "head": self.head.apply(self.head_variant),
         }
-
-    @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        return tuple(decoder.heads for decoder in self.decoders.values())
 
     @property
     def text(self) -> PromptText:
@@ -103,22 +96,8 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
         is_factor = path.endswith(("/lora_a", "/lora_b"))
         return self.decoders["language"].lora.enabled and path.startswith(_BACKBONE) and not is_factor
 
-    def decoder_of(self, path: str) -> GemmaConfig:
-        del path  # the head has no low-rank factors
-        return self.decoders["language"]
-
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + 1
-
-    @property
-    def decoder_sizes(self) -> dict[str, int]:
-        language, head = self.decoders.values()
-        return {
-            "language.num_heads": language.num_heads,
-            "language.mlp_dim": language.mlp_dim,
-            "head.num_heads": head.num_heads,
-            "head.mlp_dim": head.mlp_dim,
-        }
 
 
 def _public_name(path: str) -> str:

@@ -18,7 +18,6 @@ from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
 from openpi_train.models.row_text import PromptAndChunkText, PromptText, RowText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 
@@ -85,9 +84,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         }
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        """The experts', which attend jointly."""
-        return (self.experts["language"].heads,)
+    def decoders(self) -> dict[str, GemmaConfig]:
+        """The experts, which attend jointly."""
+        return {"language": self.experts["language"], "action_expert": self.experts["action"]}
 
     @property
     def chunk_processor(self) -> str:
@@ -194,12 +193,3 @@ class Pi0Config(prompted.GemmaPolicyConfig):
 
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + (0 if self.pi05 else 1)
-
-    @property
-    def decoder_sizes(self) -> dict[str, int]:
-        language, action = self.experts.values()
-        return {
-            "num_heads": language.num_heads,
-            "language.mlp_dim": language.mlp_dim,
-            "action_expert.mlp_dim": action.mlp_dim,
-        }

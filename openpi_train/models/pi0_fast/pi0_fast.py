@@ -6,7 +6,6 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 from flax import nnx
@@ -19,7 +18,6 @@ from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0_fast.action_tokens import ActionTokens
 from openpi_train.models.pi0_fast.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.models.row_text import PromptAndChunkText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.types import ActionBatch, RolloutBatch
 
@@ -60,8 +58,8 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         return self.language.apply(self.paligemma_variant)
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        return (self.sizes.heads,)
+    def decoders(self) -> dict[str, GemmaConfig]:
+        return {"language": self.sizes}
 
     @property
     def text(self) -> PromptAndChunkText:
@@ -128,11 +126,3 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         """With LoRA the language model is frozen except the factors (as openpi's `get_freeze_filter`)."""
         root, *_, leaf = path.split("/")
         return self.sizes.lora.enabled and root == "transformer" and leaf not in ("lora_a", "lora_b")
-
-    def decoder_of(self, path: str) -> GemmaConfig:
-        del path
-        return self.sizes
-
-    @property
-    def decoder_sizes(self) -> dict[str, int]:
-        return {"num_heads": self.sizes.num_heads, "language.mlp_dim": self.sizes.mlp_dim}

@@ -12,12 +12,12 @@ from typing import ClassVar
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.compute import Compute
 from openpi_train.models.model_config import below_one
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.prompted import PromptedConfig, PromptedRows
 from openpi_train.models.row_text import PromptText
 from openpi_train.models.smolvla.smolvla_network import SmolVla
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.siglip import SiglipConfig
 
@@ -124,9 +124,9 @@ class SmolVlaConfig(PromptedConfig):
         return dataclasses.replace(self.language, width=width, mlp_dim=-(-hidden // _MLP_UNIT) * _MLP_UNIT)
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        """The language model's, which are the expert's."""
-        return (self.language.heads,)
+    def compute(self) -> Compute:
+        """The expert's heads are the language model's."""
+        return dataclasses.replace(super().compute, heads=(self.siglip.heads, self.language.heads))
 
     @property
     def text(self) -> PromptText:
