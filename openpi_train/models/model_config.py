@@ -28,6 +28,9 @@ RowTransform = Callable[[Row], Row]
 class ModelConfig(abc.ABC):
     """The frozen description of a model: everything needed to build it and to shape its batches.
 
+    A family writes its fields, `provides` and `build`, and `rows` of a policy; the rest has defaults. What belongs
+    together is one value: `compute`, `param_rules`, `base`, `rows`.
+
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything is
     built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
     `velocity_and_log_probs`), `reconstruction` (its `reconstruct`), `chunk_tokens` (its `sample_chunk` and
@@ -36,6 +39,10 @@ class ModelConfig(abc.ABC):
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
+
+    @abc.abstractmethod
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        """A freshly initialised module, parameters in float32."""
 
     def __post_init__(self):
         if problems := self.problems():
@@ -57,10 +64,6 @@ class ModelConfig(abc.ABC):
         """
         del remat, attention
         return self
-
-    @abc.abstractmethod
-    def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """A freshly initialised module, parameters in float32."""
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         """Why the objective of this name, which has these needs, cannot train this model, as sentences."""
