@@ -270,7 +270,7 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
 
 @pytest.mark.slow
 def test_the_held_out_loss_is_the_training_loss_on_held_out_rows(tiny):
-    batch = TINY.batch_spec(2, SLOTS)
+    batch = TINY.rows.batch_spec(2, SLOTS)
     generator = np.random.default_rng(5)
     batch = dataclasses.replace(
         batch,

@@ -32,7 +32,7 @@ def test_rows_are_what_the_config_says():
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), batch
     )
-    assert (SMALL.window.history, SMALL.window.horizon, SMALL.normalization) == (1, 5, "z_score")
+    assert (SMALL.rows.window.history, SMALL.rows.window.horizon, SMALL.rows.normalization) == (1, 5, "z_score")
     # Five present images of four tokens, 8 + 3 + 5 words, and for each row a state and five actions.
     assert SMALL.num_tokens_seen(batch) == 5 * 4 + 16 + 3 * 6
 
