@@ -28,7 +28,7 @@ def shapes(config) -> dict:
 
 def test_rows_are_what_the_config_says():
     batch = smolvla_case.batch()
-    spec = SMALL.batch_spec(len(batch.row), sorted(batch.observation.images))
+    spec = SMALL.rows.batch_spec(len(batch.row), sorted(batch.observation.images))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), batch
     )
