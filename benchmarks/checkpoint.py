@@ -104,7 +104,7 @@ def _rows(name: str, trial: Trial, flags: argparse.Namespace) -> list[list[Cell]
         step = trial.traced_step(slots).lower().compile()
         state, batch = trial.fresh_state(), trial.batch(slots)
         _, state = timed_steps(step, state, batch, 2)
-        with Checkpoints(folder, public_name=trial.experiment.model.public_name) as checkpoints:
+        with Checkpoints(folder, public_name=trial.experiment.model.param_rules.public_name) as checkpoints:
             for counted in rounds:
                 for mode in MODES:
                     save, state = _save(checkpoints, step, state, batch, num_typical, mode == "synchronous")

@@ -137,7 +137,7 @@ def _completions(name: str, flags: argparse.Namespace) -> list[list[Cell]]:
     num_prompt, num_new = 64, 192
     found: list[list[Cell]] = []
     for rows in flags.rows:
-        devices = Devices(_plan(), model.compute_dtype, graphdef)
+        devices = Devices(_plan(), model.compute.dtype, graphdef)
         length = num_prompt + num_new
         with jax.set_mesh(devices.plan.real_mesh):
             generator = Generator(graphdef, params, devices, num_rows=rows, max_length=length, end_ids=(), chunk=32)

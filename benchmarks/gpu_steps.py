@@ -181,7 +181,7 @@ class EvaluationContext:
             # Of openpi's work only what the model asks for counts.
             counted = traced.jaxpr.jaxpr
             if case.is_reference:
-                seen = own.experiment.model.batch_spec(own.experiment.batch_size, present)
+                seen = own.experiment.model.rows.batch_spec(own.experiment.batch_size, present)
                 counted = jax.make_jaxpr(own.prepared.trainer.step)(layout.abstract(), seen).jaxpr
             self.model_flops = product_flops(counted, recomputed=False)
             began = time.monotonic()
@@ -189,7 +189,7 @@ class EvaluationContext:
             self.compile_s = time.monotonic() - began
         machine = this_machine(total_bytes(jax.devices()[0]))
         self.account = run_account(self.step, machine, self.compile_s)
-        spec_of = None if _reads_texts(experiment) else functools.partial(model.batch_spec, cameras=slots)
+        spec_of = None if _reads_texts(experiment) else functools.partial(model.rows.batch_spec, cameras=slots)
         memory = Settling(given=self.trial.experiment, machine=machine, batch_spec=spec_of).chosen.memory
         self.forecast_bytes = memory.state + memory.step
 
@@ -212,7 +212,7 @@ class EvaluationContext:
                 samples.append(seconds)
             state, metrics = self.step(state, self.batch)
         spread, experiment = Spread(tuple(samples)), self.trial.experiment
-        peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute_dtype)
+        peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         forecast, found = self.forecast_bytes / GIB, self.account
         return [

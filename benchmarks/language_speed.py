@@ -189,7 +189,7 @@ def complete(
     generator = Generator(
         graphdef,
         dict(params),
-        Devices(plan, model.compute_dtype, graphdef),
+        Devices(plan, model.compute.dtype, graphdef),
         num_rows=shape.batch,
         max_length=shape.prompt + shape.new,
         end_ids=(),

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> list[Table]:
     flags = parse(argv)
     experiment = parse_experiment(QUICK if flags.quick else FULL, ["--exp-name", "benchmark"])
     shapes = whole_layout(experiment, Plan(mesh=planned_mesh(1, 1), strategy="replicated")).shapes
-    items = leaves_by_item(shapes, experiment.model.public_name)
+    items = leaves_by_item(shapes, experiment.model.param_rules.public_name)
     state = {
         "bytes": {item: round(flags.size * size_bytes({item: leaves})) for item, leaves in items.items()},
         "leaves": {item: len(leaves) for item, leaves in items.items()},

@@ -134,7 +134,7 @@ def _row(ours: Program, theirs: Program, flags: argparse.Namespace) -> list[Cell
     own, other = (Spread(tuple(samples)) for samples in times)
     experiment = ours.trial.experiment
     flops = ours.model_flops  # as `mfu` counts them
-    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute_dtype)
+    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
     return [
         len(ours.slots),
         own.map(lambda seconds: 1e3 * seconds),
@@ -155,9 +155,9 @@ def _notes(experiment: Experiment) -> list[str]:
     model: Any = experiment.model
     notes = [
         f"Ours: {model.dtype}, --model.remat {model.remat}, --model.attention {model.attention}, prompts of "
-        f"{model.text_limit} tokens. The reference is our own step with openpi's work to do, not openpi: all three "
-        "cameras, XLA's attention, the whole last layer, updates unseen. MFU counts the model's own FLOPs, the ratio "
-        "of FLOPs those that are executed. `program MiB`, per device, is the compiler's account."
+        f"{model.rows.text_limit} tokens. The reference is our own step with openpi's work to do, not openpi: all "
+        "three cameras, XLA's attention, the whole last layer, updates unseen. MFU counts the model's own FLOPs, the "
+        "ratio of FLOPs those that are executed. `program MiB`, per device, is the compiler's account."
     ]
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:

@@ -85,7 +85,7 @@ class Trial:
     def traced_step(self, slots: Sequence[str]) -> Any:
         """The training step for batches with these camera slots: a `jax.stages.Traced`."""
         layout = self.prepared.layout
-        spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
+        spec = self.experiment.model.rows.batch_spec(self.experiment.batch_size, slots)
         return self.prepared.trainer.traced_step(layout.shardings, layout.abstract(), spec)
 
     def batch(
@@ -95,7 +95,7 @@ class Trial:
 
         Prompts have `prompt_tokens` tokens (None: the model's maximum) before padding.
         """
-        spec = self.experiment.model.batch_spec(self.experiment.batch_size, slots)
+        spec = self.experiment.model.rows.batch_spec(self.experiment.batch_size, slots)
         vocab_size = self.experiment.model.vocab_size
         rows = {name: _fill(name, leaf, present, vocab_size) for name, leaf in flatten_rows(spec).items()}
         if prompt_tokens is not None:

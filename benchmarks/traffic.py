@@ -73,7 +73,7 @@ def _row(experiment: Experiment, strategy: Strategy, num_micros: int) -> list[Ce
     )
     prepared = Settling.here(experiment, find_world(WorldFlags(), {})).prepared
     trainer, layout = prepared.trainer, prepared.layout
-    batch = experiment.model.batch_spec(experiment.batch_size, OPENPI_SLOTS)
+    batch = experiment.model.rows.batch_spec(experiment.batch_size, OPENPI_SLOTS)
     began = time.monotonic()
     with jax.set_mesh(trainer.plan.real_mesh):
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), batch)

@@ -46,7 +46,7 @@ def save_untrained(experiment: Experiment, base: Path, moved: float = 0.0) -> Un
     if has_ema:
         state = dataclasses.replace(state, ema={path: leaf + moved for path, leaf in state.params.items()})
     norm_stats = {asset: norm_stats_json(stats) for asset, stats in data.norm_stats.items()}
-    with Checkpoints(directory, public_name=experiment.model.public_name) as checkpoints:
+    with Checkpoints(directory, public_name=experiment.model.param_rules.public_name) as checkpoints:
         checkpoints.save(
             state,
             data_position={},

@@ -106,7 +106,8 @@ def stats(argv: Sequence[str]) -> int:
     from openpi_train.tools.stats import stats_table
 
     with reported_as(DataError):
-        print(stats_table(experiment.demonstrations, shape=experiment.policy.window, assets_dir=experiment.assets_dir))
+        window = experiment.policy.rows.window
+        print(stats_table(experiment.demonstrations, shape=window, assets_dir=experiment.assets_dir))
     return 0
 
 

@@ -208,14 +208,14 @@ class Experiment:
 
     def is_frozen(self, path: str) -> bool:
         """Whether the parameter is frozen."""
-        return self.model.frozen(path) or self.freezes(path)
+        return self.model.param_rules.frozen(path) or self.freezes(path)
 
     def freezes(self, path: str) -> bool:
         """Whether `freeze` fully matches our path or the published name, or names a group that contains the path."""
         if self.freeze is None:
             return False
-        pattern = self.model.parameter_groups.get(self.freeze, self.freeze)
-        return any(re.fullmatch(pattern, name) for name in (path, self.model.public_name(path)))
+        pattern = self.model.param_rules.groups.get(self.freeze, self.freeze)
+        return any(re.fullmatch(pattern, name) for name in (path, self.model.param_rules.public_name(path)))
 
     def check(self, num_devices: int) -> None:
         """Raise one UsageError with all conflicts between the fields, each with the flag to change."""
@@ -249,12 +249,16 @@ class Experiment:
         off, and keeps what they read of all layers.
         """
         keeps = self.sharding.tensor_devices > 1 and self.unroll_layers is True
-        models = self.model.remat_choices().items()
-        return {name: dataclasses.replace(self, model=one) for name, one in models if not (keeps and name == "full")}
+        model = self.model
+        return {
+            name: dataclasses.replace(self, model=model.with_compute(remat=name))
+            for name in model.compute.remat_choices
+            if not (keeps and name == "full")
+        }
 
     def _check_devices(self, num_devices: int) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
-        problems = self.model.check_tensor(tensor_devices)
+        problems = self.model.compute.check_tensor(tensor_devices)
         if not self.remat_choices():
             problems.append(
                 f"--unroll-layers True with --sharding.tensor-devices {tensor_devices} and remat full: XLA would keep "

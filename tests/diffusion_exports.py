@@ -59,7 +59,7 @@ def digest(folder: Path) -> str:
 def computed(name: str) -> dict[str, np.ndarray]:
     """What we compute: see `lerobot_exports.computed`."""
     robot, form = CASES[name]
-    given, window = lerobot_exports.inputs(robot), model_of(name).window
+    given, window = lerobot_exports.inputs(robot), model_of(name).rows.window
     normalize = Normalize(parse_norm_stats(lerobot_exports.norm_stats(robot), "made up"), form)
     seen, target = robot.to_model(given["state"], given["target"])
     rows = normalize({"state": seen, "actions": target})

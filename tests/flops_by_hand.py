@@ -36,7 +36,7 @@ def attention(sizes, queries, keys):
 
 def prefix_tokens(config, cameras):
     """Of images and prompt."""
-    return cameras * config.siglip.num_tokens(config.image_size) + config.text_limit
+    return cameras * config.siglip.num_tokens(config.image_size) + config.rows.text_limit
 
 
 def adaptive_norms_and_time(sizes):
@@ -72,14 +72,14 @@ def pi0_with_the_last_prefix(config, cameras, draws, fixed_prefix=False):
     else:
         total += 2 * (config.action_dim * action.width + steps * 3 * action.width**2)
     if config.knowledge_insulation:
-        total += 2 * (config.text_limit - 1) * language.width * config.vocab_size
+        total += 2 * (config.rows.text_limit - 1) * language.width * config.vocab_size
     return total
 
 
 def pi0_fast(config, cameras):
     """pi0-FAST, the scores of its tokens included."""
     sizes, tokens = config.sizes, prefix_tokens(config, cameras) - 1
-    scores = 2 * (config.text_limit - 1) * sizes.width * config.vocab_size
+    scores = 2 * (config.rows.text_limit - 1) * sizes.width * config.vocab_size
     total = cameras * tower(config.siglip, config.image_size, sizes.width) + tokens * token(sizes)
     return total + attention(sizes, tokens, tokens) * sizes.depth + scores
 

@@ -193,7 +193,7 @@ def load_case(name: str) -> GoldenCase:
         prompt_mask=jnp.asarray(io["in/tokenized_prompt_mask"]),
         **{name: jnp.asarray(io[f"in/{name}"], bool) for name in TOKEN_MASKS if f"in/{name}" in io},
     )
-    names = {path: config.public_name(path) for path in parameter_shapes(config)}
+    names = {path: config.param_rules.public_name(path) for path in parameter_shapes(config)}
     assert sorted(names.values()) == sorted(stored), "the case's parameters are not this model's"
     return GoldenCase(
         name=name,

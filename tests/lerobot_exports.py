@@ -206,10 +206,10 @@ def computed(name: str) -> dict[str, np.ndarray]:
     """What we compute: `state` and `target` as the model sees them, and the robot's `actions` of its `output`."""
     make, robot = CASES[name]
     model, given = make(robot), inputs(robot)
-    normalize = Normalize(parse_norm_stats(norm_stats(robot), "made up"), model.normalization)
-    translation = Translation(robot=robot, normalize=normalize, transforms=(), spec={}, window=model.window)
+    normalize = Normalize(parse_norm_stats(norm_stats(robot), "made up"), model.rows.normalization)
+    translation = Translation(robot=robot, normalize=normalize, transforms=(), spec={}, window=model.rows.window)
     seen, target = robot.to_model(given["state"], given["target"])
     rows = normalize({"state": seen, "actions": target})
-    whole = np.concatenate([np.zeros_like(given["output"][: -model.window.first_action or 0]), given["output"]])
+    whole = np.concatenate([np.zeros_like(given["output"][: -model.rows.window.first_action or 0]), given["output"]])
     actions = translation.actions(whole, given["state"])
     return {"state": rows["state"], "target": rows["actions"], "actions": actions}

@@ -50,13 +50,13 @@ def built(config, seed=0):
 def observation(config, seed=0, slots=SLOTS):
     generator = np.random.default_rng(seed)
     pixels = generator.integers(0, 256, (3, 2, config.image_size, config.image_size, 3), np.uint8)
-    tokens = generator.integers(0, config.vocab_size, (2, config.text_limit))
+    tokens = generator.integers(0, config.vocab_size, (2, config.rows.text_limit))
     return Observation(
         images={slot: jnp.asarray(image) for slot, image in zip(SLOTS, pixels, strict=True) if slot in slots},
         image_masks={slot: jnp.ones(2, bool) for slot in slots},
         state=jnp.asarray(generator.normal(size=(2, config.action_dim)), jnp.float32),
         prompt_tokens=jnp.asarray(tokens, jnp.int32),
-        prompt_mask=jnp.arange(config.text_limit)[None] < jnp.array([[4], [6]]),
+        prompt_mask=jnp.arange(config.rows.text_limit)[None] < jnp.array([[4], [6]]),
     )
 
 

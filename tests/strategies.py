@@ -46,8 +46,8 @@ def run(config, strategy: str, fsdp: int, accum: int, devices=None, steps: int =
     batches = [toy.batch(ROWS, dims=dims, seed=index, vocab_size=config.vocab_size) for index in range(steps)]
     batches = jax.tree.map(np.asarray, batches)
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(ROWS, ()))
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(ROWS, ()))
         history = []
         for rows in batches:
             put = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, plan.batch, x.__getitem__), rows)

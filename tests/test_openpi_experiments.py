@@ -76,7 +76,7 @@ def test_pi0_fast_sees_a_black_picture_where_openpi_gives_it_one(name):
     experiment = registry.load(name)
     slots, cameras = experiment.model.camera_slots, experiment.demonstrations.cameras
     assert experiment.model.black_cameras and len(slots) == 3 and set(cameras) < set(slots)
-    assert experiment.model.batch_spec(2, cameras).observation.images.keys() == set(cameras)
+    assert experiment.model.rows.batch_spec(2, cameras).observation.images.keys() == set(cameras)
 
 
 def test_repo_id_is_a_name_on_the_hub_or_a_folder_and_norm_stats_of_a_dataset_are_its_own(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def train(model, objective, strategy="replicated", fsdp=1, accum=1, devices=1, s
         *batches, held_out = (rollouts(one.texts, number) for number, one in enumerate((*batches, held_out)))
     history = []
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, model, trainer.optimizer, model.frozen, False, 7)
+        state = create_state(layout, model, trainer.optimizer, model.param_rules.frozen, False, 7)
         step = trainer.compile_step(layout.shardings, state, jax.eval_shape(lambda: batches[0]))
         for batch in batches:
             state, metrics = step(state, _placed(batch, plan.batch))

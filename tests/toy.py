@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from openpi_train.data.robot.row_format import RowFormat
+from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.compute import Compute
 from openpi_train.models.model_config import PolicyConfig
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.norms import LayerNorm
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.parallel.layers import scan_layers, stack_layers
@@ -50,6 +54,19 @@ class FlowThatSamplesItself(FlowMatching):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRows(RowFormat):
+    """Those of `batch`."""
+
+    action_dim: int
+
+    def batch_spec(self, batch_size, cameras, text_length=None):
+        return jax.eval_shape(lambda: batch(batch_size, self.window.horizon, self.action_dim))
+
+    def transforms(self, tokenizer, text_length=None):
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(PolicyConfig):
     """Builds `LinearPolicy`."""
 
@@ -62,14 +79,14 @@ class LinearConfig(PolicyConfig):
     def build(self, rngs):
         return LinearPolicy(self, rngs)
 
-    def batch_spec(self, batch_size, cameras, text_length=None):
-        return jax.eval_shape(lambda: batch(batch_size, self.action_horizon, self.action_dim))
+    @property
+    def rows(self):
+        window = WindowShape(horizon=self.action_horizon)
+        return LinearRows(window=window, vocab_size=self.vocab_size, action_dim=self.action_dim)
 
-    def transforms(self, tokenizer, text_length=None):
-        return ()
-
-    def frozen(self, path):
-        return self.low_rank and path != "adapter_lora"
+    @property
+    def param_rules(self):
+        return ParamRules(frozen=lambda path: self.low_rank and path != "adapter_lora")
 
 
 class Layer(nnx.Module):
@@ -87,7 +104,7 @@ class StackedPolicy(nnx.Module):
     """Every way in which a parameter is used: a token table, a stack of layers, a plain weight, vectors."""
 
     def __init__(self, config, rngs):
-        self.dtype, self.remat, width = config.compute_dtype, config.remat, config.width
+        self.dtype, self.remat, width = config.compute.dtype, config.remat, config.width
         table = jax.random.normal(rngs.params(), (config.vocab_size, width))
         setattr(self, config.table, nnx.Param(table, kind=ParamKind(gathering=Gathering.BY_ROW)))
         self.inputs = nnx.Linear(config.action_dim + 1, width, rngs=rngs)
@@ -120,8 +137,8 @@ class StackedConfig(LinearConfig):
     table: str = "token_embedding"
 
     @property
-    def compute_dtype(self):
-        return jnp.dtype(self.dtype)
+    def compute(self):
+        return Compute(dtype=jnp.dtype(self.dtype))
 
     def build(self, rngs):
         return StackedPolicy(self, rngs)

@@ -17,7 +17,7 @@ def make_trainer(config, plan, optimizer, schedule, *, objective=None, seed=7, a
     """`config` (with its own `frozen`) trained under `plan`; `optimizer` and `schedule` as experiments have them."""
     schedule = schedule.create()
     rule = optimizer.create(schedule)
-    layout = lay_out(config, rule, config.frozen, ema is not None, plan, scaling)
+    layout = lay_out(config, rule, config.param_rules.frozen, ema is not None, plan, scaling)
     trainer = Trainer(
         graphdef=layout.graphdef,
         model=config,

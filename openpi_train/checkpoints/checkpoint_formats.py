@@ -136,7 +136,7 @@ def model_params(stored: Stored, model: ModelConfig, may_miss: str | None = None
         for name, leaf in stored.params.items()
         if name in expected or not name.startswith((REFERENCE, CRITIC))
     }
-    account(found, expected, where=stored.where, may_miss=may_miss, explain=model.explain)
+    account(found, expected, where=stored.where, may_miss=may_miss, explain=model.param_rules.explain)
     paths = {name: path for path, name in openpi.parameter_names(model).items()}
     return {paths[name]: leaf for name, leaf in found.items()}
 

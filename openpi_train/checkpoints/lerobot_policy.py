@@ -53,7 +53,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     form = _form_of(model)
     _check_type(config["type"], form.type_of(model), where)
     policy = form.read(folder, config, model)
-    executed, own = config.get("n_action_steps"), model.window.num_executed
+    executed, own = config.get("n_action_steps"), model.rows.window.num_executed
     if executed not in (None, own):
         logger.info("%s executes %d actions of a chunk, here %d: --execute %d", where, executed, own, executed)
     return Stored(
@@ -89,7 +89,7 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
         logger.warning("%s has no norm stats: the policy's processors will not normalise values", stored.where)
     policy = as_policy(model)
     known = settings_of(stored.experiment) if stored.experiment else stored.trained_with
-    known = {**known, NORMALIZATION: known.get(NORMALIZATION) or policy.normalization}
+    known = {**known, NORMALIZATION: known.get(NORMALIZATION) or policy.rows.normalization}
     parts = _form_of(policy).parts(stored, policy, stats, known)
     config, steps = parts.config, parts.steps
     relative = relative_settings(stored_action_dims(stored), config)

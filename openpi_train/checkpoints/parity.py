@@ -69,7 +69,7 @@ def compare_outputs(
             "shape": list(before.shape),
             "largest_value": float(np.abs(before).max()),
             "largest_difference": float(np.abs(after - before).max()),
-            "computed_in": np.dtype(model.compute_dtype).name,
+            "computed_in": np.dtype(model.compute.dtype).name,
         }
     return found
 
@@ -108,7 +108,7 @@ def num_values(leaves: Mapping[str, StoredLeaf]) -> int:
 
 
 def _outputs(probe: Callable[[Any, Any], jax.Array], model: ModelConfig, params: Leaves, batch: Any) -> jax.Array:
-    model = model.with_attention("auto")  # which every device has
+    model = model.with_compute(attention="auto")  # which every device has
     graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
     arrays = {path: jnp.asarray(leaf.whole(), jnp.float32) for path, leaf in params.items()}
     return jax.jit(lambda arrays, batch: probe(merge_module(graphdef, arrays), batch))(arrays, batch)
@@ -131,4 +131,4 @@ def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Any:
             return jnp.asarray(random.integers(0, most, spec.shape), spec.dtype)
         return jnp.asarray(random.normal(size=spec.shape), spec.dtype)
 
-    return jax.tree.map(fill, model.batch_spec(_ROWS, cameras))
+    return jax.tree.map(fill, model.rows.batch_spec(_ROWS, cameras))

@@ -17,7 +17,7 @@ from openpi_train.models.language import peft_adapter
 from openpi_train.models.language.accompanied import AccompaniedConfig
 from openpi_train.models.language.language_part import language_flags
 from openpi_train.models.language.reward import SCORE
-from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.model_config import Base, ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -90,23 +90,25 @@ class CheckpointWeightLoader(WeightLoader):
 
     def _loaded(self, model: ModelConfig) -> Leaves:
         """As `load`, of a checkpoint that is given."""
-        stored = open_checkpoint(self.params_path, model.base or model)
+        base = model.base
+        stored = open_checkpoint(self.params_path, model if base is None else base.model)
         if stored.format == "peft":
             raise UsageError(
                 f"--weight-loader.params-path {self.params_path} is an adapter, without the weights that it is added "
                 "to: give it as --weight-loader.adapter-path, and its base model here"
             )
         may_miss = named(stored.format).lacks or r".*lora.*"
-        own = model.base is None or _has_own(stored.params, model, model.base)
-        part = model if own or model.base is None else model.base
-        params = model_params(stored, part, may_miss)
+        if base is not None and _has_own(stored.params, model, base.model):
+            base = None
+        params = model_params(stored, model if base is None else base.model, may_miss)
         logger.info("start weights: %d parameters from %s (%s)", len(params), stored.where, stored.format)
         if self.adapter_path:
-            return self._adapted(model, part, params)
-        return params if own else model.from_base(params)
+            return self._adapted(model, base, params)
+        return params if base is None else base.start(params)
 
-    def _adapted(self, model: ModelConfig, part: ModelConfig, params: Leaves) -> Leaves:
-        """The start of `model` from the parameters of `part`, itself or its base, with the adapter added to them."""
+    def _adapted(self, model: ModelConfig, base: Base | None, params: Leaves) -> Leaves:
+        """The start of `model` from the parameters of its base, or its own, with the adapter added to them."""
+        part = model if base is None else base.model
         if isinstance(part, AccompaniedConfig):
             raise UsageError(
                 f"--weight-loader.adapter-path {self.adapter_path}: {self.params_path} has a reference beside the "
@@ -116,11 +118,11 @@ class CheckpointWeightLoader(WeightLoader):
         adapter.warn_of_another_base(self.params_path)
         found = adapter.onto(part, params)
         logger.info("start weights: with the adapter %s of rank %d", adapter.where, adapter.settings.rank)
-        if part is model:
+        if base is None:
             return found
         # A reward model's adapter has its score, which a language model lacks.
         score = {path: leaf for path, leaf in adapter.leaves.items() if path == SCORE}
-        return {**model.from_base(found), **score}
+        return {**base.start(found), **score}
 
     def check(self, model: ModelConfig) -> None:
         """Open what `load` opens, and forget it. Addresses are not looked at, of a bucket only whether it is there."""

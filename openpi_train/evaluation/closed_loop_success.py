@@ -45,7 +45,7 @@ class MeshPolicy:
         return self._robot_rows.actions(chunks, observation)
 
     def _draw(self, model: Any, observation: Observation, keys: Key[Array, " b"]) -> Float[Array, "b h a"]:
-        chunk = as_policy(self._trainer.model).batch_spec(1, tuple(observation.images)).actions.shape[1:]
+        chunk = as_policy(self._trainer.model).rows.batch_spec(1, tuple(observation.images)).actions.shape[1:]
         return self._trainer.objective.action_sampler.chunks(model, observation, keys, self._num_steps, chunk)
 
 
@@ -67,7 +67,7 @@ class ClosedLoopSuccess(Measure):
 
     def __call__(self, evaluated: Evaluated) -> dict[str, float]:
         """The success rates, also written with the videos to `eval/<step>` in the run directory."""
-        policy, window = self._policy, as_policy(self._running.trainer.model).window
+        policy, window = self._policy, as_policy(self._running.trainer.model).rows.window
         policy.params = {**evaluated.frozen, **evaluated.averaged}
         folder = self._running.folder(evaluated.step)
         recorder = VideoRecorder(self._config.env, self._config.num_videos, folder / "videos")

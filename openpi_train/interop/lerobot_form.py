@@ -81,8 +81,8 @@ def require_own_normalization(where: str, model: PolicyConfig, settings: Setting
 
     Of policies that LeRobot and we read and write with that one alone. `settings` are how it was trained.
     """
-    if (form := settings[NORMALIZATION]) != model.normalization:
+    if (form := settings[NORMALIZATION]) != model.rows.normalization:
         raise UsageError(
             f"{where} was trained with --data.normalization {form}, and such a policy of LeRobot's is read and "
-            f"written here with {model.normalization} alone: serve it here (`serve`), or train it so"
+            f"written here with {model.rows.normalization} alone: serve it here (`serve`), or train it so"
         )

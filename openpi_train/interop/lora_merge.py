@@ -6,29 +6,29 @@ Read next: `nn/lora.py` (the sum), `tools/convert_checkpoint.py` (`--merge-lora`
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, StoredLeaf, at_hand
+from openpi_train.models.param_rules import ParamRules
 
 _FACTORS = ("/lora_a", "/lora_b")
 
 
-def merged_lora(model: Any, params: Leaves, folder: Path | None = None) -> dict[str, StoredLeaf]:
-    """The parameters of `model.without_lora()` by path; each is merged when it is read.
+def merged_lora(rules: ParamRules, params: Leaves, folder: Path | None = None) -> dict[str, StoredLeaf]:
+    """The parameters of the model without factors by path; each is merged when it is read.
 
     `folder` is for temporary files of leaves whose layers cannot be read one by one (None: TMPDIR).
     """
     merged = {path: leaf for path, leaf in params.items() if not path.endswith(_FACTORS)}
     for name in (path.removesuffix("/lora_a") for path in params if path.endswith("/lora_a")):
         paths = [f"{name}/{part}" for part in ("weight", "lora_a", "lora_b")]
-        merged[paths[0]] = _folded(model, {path: params[path] for path in paths}, folder)
+        merged[paths[0]] = _folded(rules, {path: params[path] for path in paths}, folder)
     return merged
 
 
-def _folded(model: Any, parts: Leaves, folder: Path | None) -> StoredLeaf:
+def _folded(rules: ParamRules, parts: Leaves, folder: Path | None) -> StoredLeaf:
     """The weight, first of `parts`, with the factors added; all are stacks of the same layers."""
     path, weight = next(iter(parts.items()))
 
@@ -41,7 +41,7 @@ def _folded(model: Any, parts: Leaves, folder: Path | None) -> StoredLeaf:
                     name: jnp.asarray(leaf.read((row, *(slice(0, size) for size in leaf.shape[1:]))))
                     for name, leaf in near.items()
                 }
-                folded = np.asarray(model.merge_lora(values)[path])
+                folded = np.asarray(rules.merge_lora(values)[path])
                 yield (row, *index[1:]), folded[(slice(0, 1), *index[1:])]
 
     return StoredLeaf.streamed(weight.shape, weight.dtype, (1, *weight.shape[1:]), stream)

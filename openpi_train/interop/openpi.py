@@ -127,7 +127,7 @@ def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
 
 def parameter_names(model: ModelConfig) -> dict[str, str]:
     """The published name of every parameter of `model` by our path. Raises ValueError if two share one."""
-    names = {path: model.public_name(path) for path in abstract_params(model)}
+    names = {path: model.param_rules.public_name(path) for path in abstract_params(model)}
     if len(set(names.values())) < len(names):
         raise ValueError(
             f"{len(names)} parameters are published under {len(set(names.values()))} names; each needs its own"

@@ -117,7 +117,7 @@ def joined_params(place: Place, found: Leaves, layouts: Mapping[str, TensorLayou
     def explain(*names: list[str]) -> list[str]:
         known = ([published.get(name) or _TORCH_END.sub(r"/\1", name) for name in kind] for kind in names)
         old = any(name.startswith(OLD_STATS) for name in names[1])
-        return [*([_MIGRATE] if old else []), *model.explain(*known)]
+        return [*([_MIGRATE] if old else []), *model.param_rules.explain(*known)]
 
     account(found, expected, where=str(place), explain=explain)
     return {name: one.joined(found) for name, one in layouts.items()}

@@ -36,7 +36,7 @@ def account(
         found, expected: objects with a shape and a dtype, by name.
         where: the checkpoint's name in errors.
         may_miss: a regular expression; expected names that fully match it may be absent.
-        explain: the model's advice on the differences, as sentences (`ModelConfig.explain`).
+        explain: the model's advice on the differences, as sentences (`ParamRules.explain`).
 
     Raises:
         CheckpointError: with all differences, the closest names, and what to do.

@@ -192,7 +192,7 @@ Writer = Callable[[Path], None]
 class Stored:
     """An opened checkpoint. Only names, shapes and types have been read.
 
-    `params` are by published name (`ModelConfig.public_name`); names that the format cannot translate are unchanged,
+    `params` are by published name (`ParamRules.public_name`); names that the format cannot translate are unchanged,
     for `parameter_matching.py` to report. `train_state` is by openpi's names (`openpi.py`), None if there is none.
     `norm_stats` has the content of each `norm_stats.json`, by asset id. For our own runs, `experiment` is the JSON of
     the experiment, `tokenizer` the tokenizer's fingerprint, and `token_files` the folder of its files, if there;

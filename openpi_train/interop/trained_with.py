@@ -56,7 +56,7 @@ def check_same_training(stored: Stored, experiment: Any) -> None:
     """Raise UsageError if another trainer's policy says that it was trained otherwise than the Experiment trains."""
     if not stored.trained_with:
         return
-    if problems := other_settings(stored.trained_with, as_json(experiment), experiment.policy.normalization):
+    if problems := other_settings(stored.trained_with, as_json(experiment), experiment.policy.rows.normalization):
         listing = "\n".join(f"  {problem}" for problem in problems)
         raise UsageError(f"{stored.where} was trained otherwise than the experiment says:\n{listing}")
 

@@ -4,14 +4,14 @@ Read next: `language.py`, `prompted.py`, `diffusion_policy.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import jax.numpy as jnp
 
 from openpi_train.fields import setting
+from openpi_train.models.compute import Compute
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.attention import Attention, Heads
+from openpi_train.nn.attention import Attention
 from openpi_train.parallel.remat import Remat, RematChoice
 
 
@@ -30,22 +30,16 @@ class ComputeConfig(ModelConfig):
     remat: RematChoice = setting("auto", on_resume="accept")
 
     @property
-    def compute_dtype(self) -> Any:
-        """The `dtype` field."""
-        return jnp.dtype(self.dtype)
+    def compute(self) -> Compute:
+        return Compute(
+            dtype=jnp.dtype(self.dtype),
+            remat="none" if self.remat == "auto" else self.remat,
+            remat_choices=self.remat_policies if self.remat == "auto" else (self.remat,),
+        )
 
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.dtype == "float16"
-
-    @property
-    def used_remat(self) -> Remat:
-        """`remat`; `none` if `auto` was not resolved, as in programs without a backward pass."""
-        return "none" if self.remat == "auto" else self.remat
-
-    def remat_choices(self) -> Mapping[str | None, Self]:
-        names = self.remat_policies if self.remat == "auto" else (self.remat,)
-        return {name: dataclasses.replace(self, remat=name) for name in names}
+    def with_compute(self, *, remat: Remat | None = None, attention: Attention | None = None) -> Self:
+        del attention
+        return dataclasses.replace(self, remat=remat or self.remat)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,17 +51,9 @@ class TransformerConfig(ComputeConfig):
     attention: Attention = setting("auto", on_resume="accept")
 
     @property
-    def heads(self) -> Sequence[Heads]:
-        """The heads of all its attention, if cuDNN can compute it (default: it cannot)."""
-        return ()
+    def compute(self) -> Compute:
+        """Subclasses add the heads, if cuDNN can compute all of them, and the sizes that tensor groups share out."""
+        return dataclasses.replace(super().compute, attention=self.attention)
 
-    @property
-    def attention_kind(self) -> Attention:
-        return self.attention
-
-    @property
-    def attention_heads(self) -> Sequence[Heads]:
-        return self.heads if self.attention == "auto" else ()
-
-    def with_attention(self, kind: Attention) -> Self:
-        return dataclasses.replace(self, attention=kind)
+    def with_compute(self, *, remat: Remat | None = None, attention: Attention | None = None) -> Self:
+        return dataclasses.replace(self, remat=remat or self.remat, attention=attention or self.attention)

@@ -5,21 +5,21 @@ Read next: `diffusion_policy.py`, `act.py`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import tyro
 
-from openpi_train.models.model_config import PolicyConfig, RowTransform
+from openpi_train.data.robot.row_format import RowFormat
+from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.model_config import PolicyConfig, RowTransform, below_one
 from openpi_train.types import ActionBatch, action_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactPolicyConfig(PolicyConfig):
     """A policy whose states and actions have the robot's own dims, without padding."""
-
-    reads_text: ClassVar[bool] = False
 
     # Dims of an action: those of the robot, without padding.
     action_dim: int = 14
@@ -34,10 +34,8 @@ class ExactPolicyConfig(PolicyConfig):
     # No text is read but, in some, the index of an instruction.
     vocab_size: Annotated[int, tyro.conf.Suppress] = 512
 
-    def size_problems(self, *others: str) -> list[str]:
-        """What is wrong with the sizes of rows, and with further fields that must be at least 1, as sentences."""
-        names = ("action_dim", "action_horizon", *others, "image_height", "image_width")
-        return [f"{name} {getattr(self, name)} must be at least 1" for name in names if getattr(self, name) < 1]
+    def problems(self) -> list[str]:
+        return below_one(self, "action_dim", "action_horizon", "image_height", "image_width")
 
     @property
     def known_slots(self) -> None:
@@ -56,11 +54,42 @@ class ExactPolicyConfig(PolicyConfig):
         return self.action_dim if self.state_dim is None else self.state_dim
 
     @property
-    def prompt_transform(self) -> RowTransform:
-        """The host step that replaces a row's prompt by tokens (default: none)."""
-        from openpi_train.data.robot.transforms import NoPrompt
+    def rows(self) -> "ExactRows":
+        return ExactRows(
+            window=WindowShape(horizon=self.action_horizon),
+            vocab_size=self.vocab_size,
+            action_dim=self.action_dim,
+            state_dim=self.used_state_dim,
+            cameras=self.cameras,
+            image_height=self.image_height,
+            image_width=self.image_width,
+        )
 
-        return NoPrompt()
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactRows(RowFormat):
+    """Rows of the robot's own dims.
+
+    Attributes:
+        reads_text: as in `RowFormat`; here it is told by numbers at most.
+        action_dim, state_dim: dims of an action and of a state.
+        cameras: the slots of the robot.
+        image_height, image_width: in pixels.
+        instructions: those that the model tells apart, each by its number in place of tokens; none: text is left out.
+    """
+
+    reads_text: bool = False
+    action_dim: int
+    state_dim: int
+    cameras: tuple[str, ...]
+    image_height: int
+    image_width: int
+    instructions: tuple[str, ...] = ()
+
+    @property
+    def text_limit(self) -> int | None:
+        """1, the number of the instruction, if there are instructions."""
+        return 1 if self.instructions else None
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
         del text_length
@@ -82,11 +111,11 @@ class ExactPolicyConfig(PolicyConfig):
                     for slot in cameras
                 },
                 **{f"image_mask/{slot}": spec(jnp.bool_) for slot in cameras},
-                "state": spec(jnp.float32, *history, self.used_state_dim),
+                "state": spec(jnp.float32, *history, self.state_dim),
                 "prompt_tokens": spec(jnp.int32, text),
                 "prompt_mask": spec(jnp.bool_, text),
-                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
-                "action_mask": spec(jnp.bool_, self.action_horizon),
+                "actions": spec(jnp.float32, self.window.horizon, self.action_dim),
+                "action_mask": spec(jnp.bool_, self.window.horizon),
                 "dim_mask": spec(jnp.bool_, self.action_dim),
                 "row": spec(jnp.int32),
             }
@@ -95,12 +124,13 @@ class ExactPolicyConfig(PolicyConfig):
     def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
         from openpi_train.data.robot.transforms import ExactDims, blank_row
 
-        ExactDims(self.action_dim, self.used_state_dim)(blank_row(num_state_dims, num_action_dims))
+        ExactDims(self.action_dim, self.state_dim)(blank_row(num_state_dims, num_action_dims))
 
     def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.robot.transforms import ExactDims, ResizeImages
+        from openpi_train.data.robot.transforms import ExactDims, NoPrompt, NumberPrompt, ResizeImages
 
         del tokenizer, text_length
         resize = ResizeImages(self.image_height, self.image_width)
-        return resize, self.prompt_transform, ExactDims(self.action_dim, self.used_state_dim)
+        prompt = NumberPrompt(self.instructions) if self.instructions else NoPrompt()
+        return resize, prompt, ExactDims(self.action_dim, self.state_dim)

@@ -6,16 +6,17 @@ built module.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from openpi_train.data.robot.normalize import Form
-from openpi_train.data.robot.windows import WindowShape
-from openpi_train.nn.attention import Attention, Heads
+from openpi_train.data.robot.row_format import RowFormat
+from openpi_train.models.compute import Compute
+from openpi_train.models.param_rules import ParamRules
+from openpi_train.nn.attention import Attention
+from openpi_train.parallel.remat import Remat
 from openpi_train.runtime.exits import UsageError
 from openpi_train.types import OPENPI_SLOTS
 
@@ -27,6 +28,9 @@ RowTransform = Callable[[Row], Row]
 class ModelConfig(abc.ABC):
     """The frozen description of a model: everything needed to build it and to shape its batches.
 
+    A family writes its fields, `provides` and `build`, and `rows` of a policy; the rest has defaults. What belongs
+    together is one value: `compute`, `param_rules`, `base`, `rows`.
+
     `provides` names what the built module can do, so that an objective's `needs` can be checked before anything is
     built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
     `velocity_and_log_probs`), `reconstruction` (its `reconstruct`), `chunk_tokens` (its `sample_chunk` and
@@ -36,35 +40,30 @@ class ModelConfig(abc.ABC):
 
     provides: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def compute_dtype(self) -> Any:
-        """The type of activations in its stacks of layers, which read their weights in it."""
-        return jnp.float32
-
-    @property
-    def needs_loss_scale(self) -> bool:
-        """Whether the loss must be scaled up for the backward pass: gradients are float16 on their way."""
-        return False
-
     @abc.abstractmethod
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """A freshly initialised module, parameters in float32."""
 
-    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
-        """Tell `module`, freshly built, in which of the `parameter_groups` nothing trains (default: it need not know).
+    def __post_init__(self):
+        if problems := self.problems():
+            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
-        Its outputs stay the same; it may leave out work for gradients that nothing asks for.
+    def problems(self) -> list[str]:
+        """What is wrong with its fields, as sentences; a config of which something is wrong is refused (ValueError)."""
+        return []
+
+    @property
+    def compute(self) -> Compute:
+        """How its layers compute (default: in float32, without anything to choose)."""
+        return Compute()
+
+    def with_compute(self, *, remat: Remat | None = None, attention: Attention | None = None) -> "ModelConfig":
+        """This config with another of its `compute.remat_choices`, or its attention computed so; None: as it is.
+
+        Default: the same, for a model without such a choice.
         """
-        del module, groups
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        """Why the layers cannot be shared out over so many devices, as sentences; by default they cannot be at all."""
-        if tensor_devices == 1:
-            return []
-        return [
-            f"--sharding.tensor-devices {tensor_devices}: {type(self).__name__} has no layers that devices can share "
-            "out; allowed: 1"
-        ]
+        del remat, attention
+        return self
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         """Why the objective of this name, which has these needs, cannot train this model, as sentences."""
@@ -81,90 +80,50 @@ class ModelConfig(abc.ABC):
         del batch, draws
         return None
 
-    def remat_choices(self) -> Mapping[str | None, "ModelConfig"]:
-        """This config under every rematerialisation policy that it leaves open, by name, least recomputation first.
-
-        Default: the config itself, for a model without policies.
-        """
-        return {None: self}
-
-    @property
-    def attention_kind(self) -> Attention | None:
-        """Who computes its attention (default: it has none, or no choice)."""
-        return None
-
-    @property
-    def attention_heads(self) -> Sequence[Heads]:
-        """The heads of all its attention, if it is left open who computes it (default: it is not)."""
-        return ()
-
-    def with_attention(self, kind: Attention) -> "ModelConfig":
-        """This config with its attention computed so (default: it has none, or no choice)."""
-        del kind
-        return self
-
     @property
     def smaller_runs(self) -> Sequence[str]:
         """What else to train where a run needs more memory than there is, as sentences (default: nothing is known)."""
         return ()
 
-    def public_name(self, path: str) -> str:
-        """The name under which the parameter `path` is published in checkpoints (default: its own)."""
-        return path
-
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """What the model can say of a checkpoint that does not fit it, as sentences with what to do.
-
-        Of published names: those that the checkpoint lacks, those that the model does not know, those of other shapes.
-        """
-        del missing, extra, misshapen
-        return []
+    @property
+    def param_rules(self) -> ParamRules:
+        """What is known of its parameters: published names, groups, which stay fixed (default: nothing)."""
+        return ParamRules()
 
     @property
-    def base(self) -> "ModelConfig | None":
+    def base(self) -> "Base | None":
         """The model whose checkpoints this one starts from, beside its own (default: none)."""
         return None
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters by path with which this model starts, from those of `base`; the others are newly drawn."""
-        return dict(params)
-
     def without_lora(self) -> "ModelConfig":
-        """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
+        """The config of the model that `ParamRules.merge_lora` gives the parameters of (default: the same)."""
         return self
 
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
-        return dict(params)
 
-    @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        """Names that `--freeze` takes beside patterns, each with the pattern of paths that it stands for."""
-        return {}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """A model whose checkpoints start another one.
 
-    def frozen(self, path: str) -> bool:
-        """Whether the model's own design keeps this parameter fixed (LoRA's base weights, for one)."""
-        del path
-        return False
+    Attributes:
+        model: its config.
+        start: the parameters by path with which the other one starts, from those of `model`; the rest is newly drawn.
+    """
 
-    def frozen_dtype(self, path: str) -> Any:
-        """The type in which a run keeps this parameter if it is frozen (default: bfloat16, as openpi does).
+    model: ModelConfig
+    start: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
-        Nothing updates a frozen parameter, so it needs no float32 master copy.
-        """
-        del path
-        return jnp.bfloat16
+
+@runtime_checkable
+class KnowsFixed(Protocol):
+    """A module that leaves out work for gradients that nothing asks for. Its outputs stay the same."""
+
+    def leave_fixed(self, groups: Collection[str]) -> None:
+        """Be told, when freshly built, in which of `ParamRules.groups` nothing trains."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig(ModelConfig):
-    """A model of robots' actions: what it sees around a control step, and how a robot's row becomes a row of its batch.
-
-    Its batch is a `types.ActionBatch`.
-    """
-
-    # Whether a row's text reaches the model; one that reads none needs no tokenizer.
-    reads_text: ClassVar[bool] = True
+    """A model of robots' actions. Its batch is a `types.ActionBatch`."""
 
     # Control steps of an action chunk.
     action_horizon: int
@@ -172,9 +131,9 @@ class PolicyConfig(ModelConfig):
     vocab_size: int
 
     @property
-    def window(self) -> WindowShape:
-        """What the model sees and predicts around a control step: by default that step, and a chunk from it on."""
-        return WindowShape(horizon=self.action_horizon)
+    @abc.abstractmethod
+    def rows(self) -> RowFormat:
+        """What it sees around a control step, and how a robot's row becomes a row of its batch."""
 
     @property
     def known_slots(self) -> tuple[str, ...] | None:
@@ -187,47 +146,6 @@ class PolicyConfig(ModelConfig):
         return self
 
     @property
-    def normalization(self) -> Form:
-        """The form of normalisation that the model was designed for."""
-        return "z_score"
-
-    @abc.abstractmethod
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> Any:
-        """The batch as a tree of `jax.ShapeDtypeStruct`.
-
-        `cameras` are the slots that the run's robots fill; `text_length` is the number of text tokens of a row, padding
-        included. None: `text_limit`.
-        """
-
-    @abc.abstractmethod
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
-        """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
-
-    def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
-        """Raise ValueError, with the flag to give, if the model takes no rows of so many dims (default: takes all)."""
-
-    @property
-    def text_limit(self) -> int | None:
-        """The most text tokens of a row, padding included; None for a model without text (default)."""
-        return None
-
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int | None:
-        """The text tokens of a row that the longest of these prompts needs (default: `text_limit`).
-
-        Each prompt comes with the number of state dims of its robot. Padding beyond that length changes no result.
-        """
-        del tokenizer, prompts
-        return self.text_limit
-
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
-        """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
-
-        `num_state_dims` are those of its robot. Asked for only where there is a `text_limit`.
-        """
-        del tokenizer, prompt, num_state_dims
-        return 0
-
-    @property
     def chunk_processor(self) -> str:
         """The FAST processor of its action tokens: a folder, or a name on the hub; empty: it has none (default)."""
         return ""
@@ -237,10 +155,10 @@ class PolicyConfig(ModelConfig):
         del path
         return self
 
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
-        """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
-        del tokenizer
-        return None
+
+def below_one(config: ModelConfig, *names: str) -> list[str]:
+    """Which of these numbers of a config are not at least 1, as sentences."""
+    return [f"{name} {getattr(config, name)} must be at least 1" for name in names if getattr(config, name) < 1]
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

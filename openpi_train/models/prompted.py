@@ -14,15 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.data.robot.row_format import RowFormat
+from openpi_train.data.robot.windows import WindowShape
+from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
-from openpi_train.parallel.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, RolloutBatch, action_batch
+
+# The sizes of image tower and decoders that tensor groups share out.
+SHARED_SIZES = ("num_heads", "mlp_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,90 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         """What the text of a row is."""
 
     @property
+    def rows(self) -> "PromptedRows":
+        return PromptedRows(
+            window=WindowShape(horizon=self.action_horizon),
+            vocab_size=self.vocab_size,
+            text=self.text,
+            image_size=self.image_size,
+            action_dim=self.action_dim,
+        )
+
+    def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
+        """Tokens of present images and of prompts, and those behind them."""
+        seen = batch.observation
+        others = self.num_suffix_tokens(draws) * math.prod(seen.prompt_mask.shape[:-1])
+        images = sum((mask.sum() for mask in seen.image_masks.values()), start=jnp.int32(0))
+        return images * self.tokens_per_image + seen.prompt_mask.sum() + others
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Tokens of an image before the prompt."""
+        return self.siglip.num_tokens(self.image_size)
+
+    def num_suffix_tokens(self, draws: int) -> int:
+        """Tokens of a row behind images and prompt: of its state and of so many noisy chunks (default: none)."""
+        del draws
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaPolicyConfig(PromptedConfig):
+    """Such a model with PaliGemma's language model, and low-rank factors in it."""
+
+    # Named sizes of the language model: gemma_2b, gemma_300m, dummy, or a form with _lora.
+    paligemma_variant: str = "gemma_2b"
+    # Sizes of the language model that differ from its variant's.
+    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
+
+    @property
+    @abc.abstractmethod
+    def decoders(self) -> Mapping[str, GemmaConfig]:
+        """The sizes of `language` and of a decoder beside it, by field, overrides applied."""
+
+    @property
+    def compute(self) -> Compute:
+        parts = {**self.decoders, "siglip": self.siglip}
+        shared = {f"{name}.{size}": getattr(part, size) for name, part in parts.items() for size in SHARED_SIZES}
+        heads = tuple(dict.fromkeys(part.heads for part in parts.values()))
+        return dataclasses.replace(super().compute, heads=heads, shared_sizes=shared)
+
+    def decoder_of(self, path: str) -> GemmaConfig:
+        """The sizes of the decoder to which a parameter belongs that may have low-rank factors."""
+        del path
+        return self.decoders["language"]
+
+    def without_lora(self) -> "GemmaPolicyConfig":
+        return dataclasses.replace(self, language=self.language.without_lora())
+
+    def _merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """For its `ParamRules`: all parameters by path, LoRA's additions folded into the weights."""
+
+        def scale(name: str) -> float:
+            return 1.0 if "/mlp/" in name else self.decoder_of(name).lora.attention_scale
+
+        return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptedRows(RowFormat):
+    """Rows of square images, a text, and states and actions padded to one width.
+
+    Attributes:
+        text: the text of a row.
+        image_size: height and width of the images in pixels.
+        action_dim: width of state and actions.
+        into_corner: whether images are padded at the right and below alone.
+        slots: the camera slots that the model has; None: all that robots have.
+    """
+
+    text: RowText
+    image_size: int
+    action_dim: int
+    into_corner: bool = False
+    slots: tuple[str, ...] | None = None
+
+    @property
     def text_limit(self) -> int:
         return self.text.limit
 
@@ -53,6 +141,12 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         return self.text.fitted_length(tokenizer, prompts)
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
+        """The batch's shapes. Raises ValueError for a camera slot that the model does not have."""
+        if self.slots is not None and (unknown := sorted(set(cameras) - set(self.slots))):
+            raise ValueError(
+                f"the model has no camera slot {', '.join(unknown)}; it has {', '.join(self.slots)}: rename the "
+                "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
+            )
         length = self.text_limit if text_length is None else text_length
 
         def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -66,8 +160,8 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
                 "state": spec(jnp.float32, self.action_dim),
                 "prompt_tokens": spec(jnp.int32, length),
                 **{name: spec(jnp.bool_, length) for name in masks},
-                "actions": spec(jnp.float32, self.action_horizon, self.action_dim),
-                "action_mask": spec(jnp.bool_, self.action_horizon),
+                "actions": spec(jnp.float32, self.window.horizon, self.action_dim),
+                "action_mask": spec(jnp.bool_, self.window.horizon),
                 "dim_mask": spec(jnp.bool_, self.action_dim),
                 "row": spec(jnp.int32),
             }
@@ -78,7 +172,8 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         from openpi_train.data.robot.transforms import PadDims, ResizeImages
 
         tokenize = self.text.tokenize(tokenizer, self.text_limit if text_length is None else text_length)
-        return ResizeImages(self.image_size), tokenize, PadDims(self.action_dim)
+        resize = ResizeImages(self.image_size, into_corner=self.into_corner)
+        return resize, tokenize, PadDims(self.action_dim)
 
     def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
         from openpi_train.data.robot.transforms import PadDims, blank_row
@@ -88,69 +183,8 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
     def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
-    def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
-        """Tokens of present images and of prompts, and those behind them."""
-        seen = batch.observation
-        others = self.num_suffix_tokens(draws) * math.prod(seen.prompt_mask.shape[:-1])
-        images = sum((mask.sum() for mask in seen.image_masks.values()), start=jnp.int32(0))
-        return images * self.tokens_per_image + seen.prompt_mask.sum() + others
-
-    @property
-    def heads(self) -> Sequence[Heads]:
-        return tuple(dict.fromkeys((self.siglip.heads, *self.decoder_heads)))
-
-    @property
-    @abc.abstractmethod
-    def decoder_heads(self) -> Sequence[Heads]:
-        """Those of all layers behind the image tower."""
-
-    @property
-    def tokens_per_image(self) -> int:
-        """Tokens of an image before the prompt."""
-        return self.siglip.num_tokens(self.image_size)
-
-    def num_suffix_tokens(self, draws: int) -> int:
-        """Tokens of a row behind images and prompt: of its state and of so many noisy chunks (default: none)."""
-        del draws
-        return 0
-
     def chunk_tokenizer(self, tokenizer: Any) -> Any:
         return self.text.chunk_tokenizer(tokenizer)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaPolicyConfig(PromptedConfig):
-    """Such a model with PaliGemma's language model, and low-rank factors in it."""
-
-    # Named sizes of the language model: gemma_2b, gemma_300m, dummy, or a form with _lora.
-    paligemma_variant: str = "gemma_2b"
-    # Sizes of the language model that differ from its variant's.
-    language: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        siglip = {"siglip.num_heads": self.siglip.num_heads, "siglip.mlp_dim": self.siglip.mlp_dim}
-        return check_sizes({**self.shared_sizes, **siglip}, tensor_devices)
-
-    @property
-    @abc.abstractmethod
-    def shared_sizes(self) -> dict[str, int]:
-        """The sizes of its decoders that devices share out, by flag."""
-
-    @abc.abstractmethod
-    def decoder_of(self, path: str) -> GemmaConfig:
-        """The sizes of the decoder to which a parameter belongs that may have low-rank factors."""
-
-    def without_lora(self) -> "GemmaPolicyConfig":
-        """The config of the model that `merge_lora` gives the parameters of."""
-        return dataclasses.replace(self, language=self.language.without_lora())
-
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
-
-        def scale(name: str) -> float:
-            return 1.0 if "/mlp/" in name else self.decoder_of(name).lora.attention_scale
-
-        return merge_lora(params, scale, lambda name: -3 if name.endswith("/output") else None)
 
 
 def embed_prefix(

@@ -30,7 +30,7 @@ TORCH_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 class FrozenBatchNorm(nnx.Module):
     """A batch norm in evaluation mode, over the last axis: `(x - mean) / sqrt(variance + 1e-5) * scale + bias`.
 
-    A run must keep its four parameters fixed (`ModelConfig.frozen`), as torchvision's `FrozenBatchNorm2d` does, whose
+    A run must keep its four parameters fixed (`ParamRules.frozen`), as torchvision's `FrozenBatchNorm2d` does, whose
     order of operations this is. Computed in float32 and returned in the type of its input.
     """
 

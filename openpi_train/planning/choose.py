@@ -56,8 +56,8 @@ def on_kind(experiment: Experiment, machine: Machine) -> Experiment:
     unrolled, model = experiment.unroll_layers, experiment.model
     if unrolled == "auto":
         unrolled = machine.kind.is_known and experiment.sharding.tensor_devices == 1
-    if heads := model.attention_heads:
-        model = model.with_attention(best_kind(heads, model.compute_dtype, machine.kind))
+    if heads := model.compute.open_heads:
+        model = model.with_compute(attention=best_kind(heads, model.compute.dtype, machine.kind))
     return dataclasses.replace(experiment, unroll_layers=unrolled, model=model)
 
 
@@ -82,7 +82,7 @@ def layout_cost(
     some.
     """
     plan = planned(experiment, strategy, fsdp_devices, machine.num_devices)
-    dtype, cut = jnp.dtype(experiment.model.compute_dtype), state.under(plan)
+    dtype, cut = jnp.dtype(experiment.model.compute.dtype), state.under(plan)
     tensor_devices = experiment.sharding.tensor_devices
     generation = max((generation_bytes(size, tensor_devices) for size in experiment.generation_sizes()), default=0)
 

@@ -55,7 +55,7 @@ def token_flops(size: GenerationSize) -> float:
 def _held(size: GenerationSize, tensor_devices: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     """The parameters in the types in which they are held, and the bytes of each on one device."""
     language = dataclasses.replace(size.language, remat="none")
-    dtype = jnp.dtype(language.compute_dtype)
+    dtype = jnp.dtype(language.compute.dtype)
     plan = Plan(mesh=planned_mesh(1, tensor_devices, tensor_devices), strategy="replicated")
     params = {
         path: jax.ShapeDtypeStruct(leaf.shape, dtype_held(path, leaf, dtype))
@@ -70,7 +70,7 @@ def _held(size: GenerationSize, tensor_devices: int) -> tuple[Mapping[str, Any],
 
 def _slot_bytes(size: GenerationSize, tensor_devices: int) -> int:
     """Bytes on one device of one slot of the cache: keys and values of a token of every row."""
-    sizes, itemsize = size.language.sizes, jnp.dtype(size.language.compute_dtype).itemsize
+    sizes, itemsize = size.language.sizes, jnp.dtype(size.language.compute.dtype).itemsize
     whole = 2 * sizes.depth * size.rows * sizes.num_kv_heads * sizes.head_dim * itemsize
     return whole // (tensor_devices if sizes.num_kv_heads % tensor_devices == 0 else 1)
 

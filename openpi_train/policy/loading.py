@@ -80,10 +80,10 @@ def load_policy(
         model, tokenizer = with_files(model, folder), tokenizer or str(folder)
     pieces = open_tokenizer(model, tokenizer or config.tokenizer, offline=config.offline)
     check_tokenizer(stored.tokenizer, tokens_fingerprint(model, pieces), where=stored.where)
-    lengths, longest = None, model.text_length(pieces, ())
+    lengths, longest = None, model.rows.text_length(pieces, ())
     if longest is not None:
         lengths = tuple(sorted({stored.text_length or longest, longest}))
-    stats, form = _norm_stats(stored, chosen.asset), config.normalization or model.normalization
+    stats, form = _norm_stats(stored, chosen.asset), config.normalization or model.rows.normalization
     restored_model, params, plan = restored(
         model, stored, str(directory), average=average, dtype=dtype, merge_lora=merge_lora, devices=devices
     )
@@ -105,7 +105,7 @@ def load_policy(
         sampler=sampler,
         form=ObservationForm(
             robot=chosen.robot,
-            window=run.policy.window,
+            window=run.policy.rows.window,
             image_size=sampler.image_size,
             reads_prompt=lengths is not None,
             prompt=chosen.prompt if prompt is None else prompt,
@@ -113,9 +113,9 @@ def load_policy(
         translation=Translation(
             robot=chosen.robot,
             normalize=Normalize(stats, form),
-            transforms=model.transforms(pieces if cut_prompts else pieces.without_cuts(), longest),
+            transforms=model.rows.transforms(pieces if cut_prompts else pieces.without_cuts(), longest),
             spec=sampler.row_spec(),
-            window=run.policy.window,
+            window=run.policy.rows.window,
         ),
         experiment=run.name,
         # The resolved path, which names the step of `best`.

@@ -76,7 +76,7 @@ def restored(
 
     Its attention is by XLA, which runs on every device, whatever the run trained with.
     """
-    model = model.with_attention("auto")
+    model = model.with_compute(attention="auto")
     leaves = dict(checkpoint_formats.model_params(stored, model))
     if not average:
         leaves |= _not_averaged(checkpoint_formats.open_checkpoint(directory, model), model, leaves)
@@ -108,7 +108,7 @@ def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -
 
     def merge(params: Params) -> Params:
         wide = {path: leaf.astype(jnp.float32) if path in adapted else leaf for path, leaf in params.items()}
-        merged = model.merge_lora(wide)
+        merged = model.param_rules.merge_lora(wide)
         return {path: leaf.astype(dtype or leaf.dtype) for path, leaf in merged.items()}
 
     shardings = plan.tree("state", jax.eval_shape(merge, params))

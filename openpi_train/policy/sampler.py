@@ -67,13 +67,13 @@ class Sampler:
     def row_spec(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every entry of a row, as `sample` takes it."""
         longest = max(self.text_lengths) if self.text_lengths else None
-        spec = row_spec(self.model.batch_spec(1, self.cameras, longest))
+        spec = row_spec(self.model.rows.batch_spec(1, self.cameras, longest))
         return {name: one for name, one in spec.items() if name not in _NOT_OBSERVED}
 
     @property
     def chunk(self) -> tuple[int, int]:
         """Number of actions in a chunk, and of action dims in the model."""
-        horizon, width = self.model.batch_spec(1, self.cameras).actions.shape[1:]
+        horizon, width = self.model.rows.batch_spec(1, self.cameras).actions.shape[1:]
         return horizon, width
 
     @property
@@ -158,5 +158,5 @@ class Sampler:
                 sampler = dataclasses.replace(as_flow(sampler), guide=guide)
             return sampler.chunks(module, seen, keys, self.num_steps, self.chunk)
 
-        devices = Devices(self.plan, self.model.compute_dtype, graphdef)
+        devices = Devices(self.plan, self.model.compute.dtype, graphdef)
         return lambda params, batch: devices.rows(share, params, batch, None)

@@ -88,7 +88,7 @@ def load_text_model(
     generator = Generator(
         graphdef,
         params,
-        Devices(plan, run_model.compute_dtype, graphdef),
+        Devices(plan, run_model.compute.dtype, graphdef),
         num_rows=num_rows,
         max_length=asked,
         end_ids=end_tokens(words),

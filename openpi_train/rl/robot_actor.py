@@ -275,7 +275,7 @@ class RobotActor(Actor):
             execute=rl.num_executed(self._model),
             policy_keys=self._states.noise_keys(draws, rollouts),
             max_steps=rl.max_steps,
-            history=self._model.window.history,
+            history=self._model.rows.window.history,
             watch=watch,
             record=recorder,
         )
@@ -319,7 +319,7 @@ class RobotActor(Actor):
         execute, (horizon, dims) = rl.num_executed(model), self._chunk
         first = np.arange(rl.num_queries(model)) * execute
         count = np.clip(steps[..., None] - first, 0, execute)
-        place = np.arange(horizon) + model.window.first_action
+        place = np.arange(horizon) + model.rows.window.first_action
         in_time = (place >= 0) & (place < count[..., None])
         return in_time[..., None] & (np.arange(dims) < len(self._rows.robot.action_names))
 

@@ -21,7 +21,7 @@ def query(model: PolicyConfig, distribution: ActionDistribution) -> Draw:
     """A function that draws a chunk for each row by `distribution`; its result has `ACTIONS`, and what `kept` finds."""
 
     def draw(module: Any, observation: Observation, keys: Key[Array, " b"]) -> dict[str, Array]:
-        chunk = model.batch_spec(1, tuple(observation.images)).actions.shape[1:]
+        chunk = model.rows.batch_spec(1, tuple(observation.images)).actions.shape[1:]
         actions, found = distribution.drawn(module, observation, keys, chunk)
         return {ACTIONS: actions, **{KEPT + name: value for name, value in found.items()}}
 

@@ -91,7 +91,7 @@ class RobotRL(RLConfig):
             problems.append(
                 f"--rl.dense-weight {self.dense_weight}: {type(self.env).__name__} has no rewards but success; give 0"
             )
-        ahead = model.window.num_ahead
+        ahead = model.rows.window.num_ahead
         if self.execute is not None and self.execute > ahead:
             problems.append(f"--rl.execute {self.execute}: a chunk has {ahead} actions from the present step on")
         if self.mixed_only and batch_size % self.group_size:
@@ -128,7 +128,7 @@ class RobotRL(RLConfig):
 
     def num_executed(self, model: PolicyConfig) -> int:
         """`execute` with its default filled in."""
-        return model.window.num_executed if self.execute is None else self.execute
+        return model.rows.window.num_executed if self.execute is None else self.execute
 
     @property
     def slots(self) -> int:
@@ -148,7 +148,7 @@ class RobotRL(RLConfig):
         self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int
     ) -> RolloutBatch:
         distribution, queries = objective.distribution, self.num_queries(model)
-        rows = model.batch_spec(batch_size, data.cameras, None if opened is None else opened.text_length)
+        rows = model.rows.batch_spec(batch_size, data.cameras, None if opened is None else opened.text_length)
 
         def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)

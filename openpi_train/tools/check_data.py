@@ -323,7 +323,7 @@ def _texts(
 
 def _examined(experiment: "Experiment") -> CheckedDataset:
     """What only shows where all datasets are looked at together, or with the model."""
-    examine_together(experiment.demonstrations, experiment.policy.window)
+    examine_together(experiment.demonstrations, experiment.policy.rows.window)
     experiment.demonstrations.check_dims(experiment.policy)
     return CheckedDataset(name=f"{experiment.name}, as opened")
 

@@ -125,7 +125,7 @@ def data(experiment: Experiment) -> Iterator[CheckResult]:
         yield warn("norm stats", "not looked at: the data are not ready", advice)
         return
     try:
-        windows = open_windows(config, experiment.policy.window)
+        windows = open_windows(config, experiment.policy.rows.window)
         for window, dataset in zip(windows, config.datasets, strict=True):
             text = f"{dataset.asset}: {window.source.num_episodes} episodes, {len(window)} training samples"
             yield (

@@ -55,7 +55,7 @@ def prepared_for_cpus(experiment: Experiment, chosen: Forecast) -> Prepared:
     num_devices = _stand_ins(chosen.machine.num_devices, chosen.layout.tensor_devices)
     given = dataclasses.replace(
         experiment,
-        model=experiment.model.with_attention("xla"),  # XLA for CPUs has no cuDNN
+        model=experiment.model.with_compute(attention="xla"),  # XLA for CPUs has no cuDNN
         unroll_layers=experiment.unroll_layers is True,  # it keeps what unrolled layers gather and recompute
         sharding=dataclasses.replace(experiment.sharding, strategy=chosen.layout.strategy),
         fsdp_devices=math.gcd(chosen.layout.fsdp_devices, num_devices // chosen.layout.tensor_devices),

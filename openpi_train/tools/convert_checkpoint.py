@@ -141,7 +141,8 @@ def plan(request: ConvertRequest, experiment: Experiment) -> "CheckpointConversi
         if not any("lora" in path for path in params):
             raise UsageError(f"--merge-lora: {request.source} has no LoRA factors; leave the flag out")
         wanted_model = wanted_model.without_lora()
-        every = {wanted_model.public_name(path): leaf for path, leaf in merged_lora(model, params).items()}
+        merged, public_name = merged_lora(model.param_rules, params), wanted_model.param_rules.public_name
+        every = {public_name(path): leaf for path, leaf in merged.items()}
     else:
         every = {public: stored.params[public] for public in openpi.parameter_names(wanted_model).values()}
     published = {name: leaf for name, leaf in every.items() if form.holds is None or re.fullmatch(form.holds, name)}
@@ -232,7 +233,7 @@ class CheckpointConversion:
 
     def _parameters_left_out(self) -> list[str]:
         """The published names of parameters that the form does not hold, and that are not merged into others."""
-        names = (self.model.public_name(path) for path in self.params)
+        names = (self.model.param_rules.public_name(path) for path in self.params)
         merged = self.request.merge_lora
         return [name for name in names if name not in self.wanted.params and not (merged and "lora" in name)]
 
@@ -246,7 +247,7 @@ class CheckpointConversion:
     def _checked(self, draft: Path) -> dict[str, Any]:
         """The report on the result. Raises CheckpointError if it does not read back as intended."""
         result = self.form.open(Place.of(draft), self.wanted_model)
-        source = {self.model.public_name(path): leaf for path, leaf in self.params.items()}
+        source = {self.model.param_rules.public_name(path): leaf for path, leaf in self.params.items()}
         others = {name: source[name] for name in self._parameters_left_out()}
         whole = dataclasses.replace(result, params={**others, **self.rest, **result.params})
         params = checkpoint_formats.model_params(whole, self.wanted_model)
@@ -342,7 +343,7 @@ def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
     """Raise CheckpointError if norm stats are wider than the model's state or actions."""
     if not norm_stats:
         return
-    spec = experiment.policy.batch_spec(1, experiment.data.cameras)
+    spec = experiment.policy.rows.batch_spec(1, experiment.data.cameras)
     widths = {"state": spec.observation.state.shape[-1], "actions": spec.actions.shape[-1]}
     for asset_id, content in norm_stats.items():
         entries = content.get("norm_stats", {})

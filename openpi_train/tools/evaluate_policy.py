@@ -152,7 +152,7 @@ def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
 
 def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
     with reported_as(DataError):
-        windows = open_windows(experiment.demonstrations, experiment.policy.window)[number].in_split("validation")
+        windows = open_windows(experiment.demonstrations, experiment.policy.rows.window)[number].in_split("validation")
         if not len(windows):
             raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
         episodes = open_loop.held_out_episodes(windows, request.held_out)

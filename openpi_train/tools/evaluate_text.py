@@ -75,7 +75,7 @@ class LoadedModel:
     @property
     def devices(self) -> Devices:
         """The computation over devices."""
-        return Devices(self.plan, self.model.compute_dtype, self.graphdef)
+        return Devices(self.plan, self.model.compute.dtype, self.graphdef)
 
 
 def open_model(where: str, experiment: str | None) -> tuple[Stored, Experiment]:

@@ -29,11 +29,11 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     model, config = experiment.policy, experiment.demonstrations
     data = open_data(
         config,
-        shape=model.window,
+        shape=model.rows.window,
         seed=experiment.seed,
         transforms=(),
-        batch_spec=model.batch_spec,
-        normalization=model.normalization,
+        batch_spec=model.rows.batch_spec,
+        normalization=model.rows.normalization,
         assets_dir=experiment.assets_dir,
     )
     training = chunks_of(data, data.train, model.action_dim, max_chunks)

@@ -125,7 +125,7 @@ class Training:
     @classmethod
     def of(cls, experiment: Experiment, machine: Machine, devices: Sequence[Any], cameras: Sequence[str]) -> "Training":
         model: Any = experiment.model
-        batch_spec = (lambda rows: model.batch_spec(rows, cameras)) if cameras else None
+        batch_spec = (lambda rows: model.rows.batch_spec(rows, cameras)) if cameras else None
         prepared = Settling(given=experiment, machine=machine, batch_spec=batch_spec, devices=devices).prepared
         experiment, plan = prepared.experiment, prepared.trainer.plan
         return cls(
@@ -169,7 +169,7 @@ class Training:
 def _sampling(experiment: Experiment, devices: Sequence[Any], cameras: Sequence[str]) -> Any:
     """What samples action chunks for `--batch-size` observations: float32 parameters, whole on every device."""
     # Attention as it is served (`policy/restore.py`).
-    model, data = as_policy(experiment.model.with_attention("auto")), experiment.data
+    model, data = as_policy(experiment.model.with_compute(attention="auto")), experiment.data
     assert isinstance(data, DataConfig)
     plan = Plan(mesh=make_mesh(1, devices), strategy="replicated")
     shapes: dict[str, Any] = module_params(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))

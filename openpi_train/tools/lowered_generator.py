@@ -25,7 +25,7 @@ class LoweredGenerator(Generator):
         super().__init__(
             graphdef,
             module_params(module),
-            Devices(plan=plan, dtype=size.language.compute_dtype, graphdef=graphdef),
+            Devices(plan=plan, dtype=size.language.compute.dtype, graphdef=graphdef),
             num_rows=size.rows * plan.num_row_groups,
             max_length=size.length,
             end_ids=(0,),

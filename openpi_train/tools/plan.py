@@ -187,7 +187,7 @@ _PRODUCTS = {"float32": "TensorFloat-32"}
 
 
 def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
-    kind, sharding, dtype = machine.kind, experiment.sharding, jnp.dtype(experiment.model.compute_dtype)
+    kind, sharding, dtype = machine.kind, experiment.sharding, jnp.dtype(experiment.model.compute.dtype)
     peak = kind.peak_tflops * product_rate(dtype.itemsize)
     lines = [
         f"{kind.name}: {machine.available_bytes / CLIENT_SHARE / GIB:.1f} GiB, of which jax may take "
@@ -198,7 +198,7 @@ def _assumptions(experiment: Experiment, machine: Machine) -> list[str]:
     ]
     if machine.num_hosts > 1:
         lines.append(f"network: {machine.network_gb_s:g} GB/s out of a host (--network-gb-s), {LINK_SHARE:.0%} reached")
-    if best_kind(experiment.model.attention_heads, dtype, kind) == "cudnn":
+    if best_kind(experiment.model.compute.open_heads, dtype, kind) == "cudnn":
         lines.append("attention by cuDNN, if a run finds it right on its devices (--model.attention auto)")
     if sharding.tensor_devices > 1:
         lines.append("what tensor groups sum: counted in the traced step")

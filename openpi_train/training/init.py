@@ -16,7 +16,7 @@ from flax import nnx
 
 from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.stored_leaves import Leaves, place
-from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.model_config import KnowsFixed, ModelConfig
 from openpi_train.optim import LossScaling
 from openpi_train.parallel.params import Params, module_params
 from openpi_train.parallel.state import TrainState
@@ -80,7 +80,8 @@ def _state_of(
     ema: bool,
     loss_scaling: LossScaling | None,
 ) -> TrainState:
-    frozen = {path: leaf.astype(model.frozen_dtype(path)) for path, leaf in leaves.items() if is_frozen(path)}
+    dtype_of = model.param_rules.frozen_dtype
+    frozen = {path: leaf.astype(dtype_of(path)) for path, leaf in leaves.items() if is_frozen(path)}
     params = {path: leaf for path, leaf in leaves.items() if path not in frozen}
     rest = rest_of_state(optimizer, ema, loss_scaling, params)
     return dataclasses.replace(rest, params=params, frozen=frozen)
@@ -129,9 +130,10 @@ def _abstract(model: ModelConfig) -> Any:
 
 
 def _graph(model: ModelConfig, module: nnx.Module, trained: Collection[str]) -> nnx.GraphDef:
-    groups = model.parameter_groups.items()
+    groups = model.param_rules.groups.items()
     fixed = {name for name, pattern in groups if not any(re.fullmatch(pattern, path) for path in trained)}
-    model.leave_fixed(module, fixed)
+    if isinstance(module, KnowsFixed):
+        module.leave_fixed(fixed)
     return nnx.split(module)[0]
 
 

@@ -57,7 +57,7 @@ def _schedule(experiment: Experiment) -> optax.Schedule:
 
 
 def _loss_scaling(experiment: Experiment) -> LossScaling | None:
-    return experiment.loss_scaling if experiment.model.needs_loss_scale else None
+    return experiment.loss_scaling if experiment.model.compute.needs_loss_scale else None
 
 
 def forecasts(
@@ -115,7 +115,7 @@ def policy_costs(
 ) -> Iterator[RematCost]:
     """The cost of a row under each allowed rematerialisation policy, least recomputation first."""
     for name, one in experiment.remat_choices().items():
-        yield cost(name, traced_gradient(one, state, batch_spec), one.model.compute_dtype)
+        yield cost(name, traced_gradient(one, state, batch_spec), one.model.compute.dtype)
 
 
 def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> Any:

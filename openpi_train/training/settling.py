@@ -77,7 +77,7 @@ class Prepared:
         """The forecast, for `plan.json`."""
         return {
             **self.forecast.as_json(),
-            "attention": self.experiment.model.attention_kind,
+            "attention": self.experiment.model.compute.attention,
             "available_bytes_per_device": self.available_bytes,
         }
 

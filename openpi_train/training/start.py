@@ -125,7 +125,7 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
     status.tell(opened=True)
     checkpoints = Checkpoints(
         directory,
-        public_name=experiment.model.public_name,
+        public_name=experiment.model.param_rules.public_name,
         keep_last=experiment.keep_last,
         keep_period=experiment.keep_period,
         local_directory=experiment.local_checkpoints.dir,
@@ -277,7 +277,7 @@ def running_of(
 
 def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
     """The run's recorder, with the devices' peak for `mfu`, and `unread` metrics."""
-    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute_dtype)
+    peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
     return Recorder(
         batch_size=experiment.batch_size,
         peak_flops=peak * jax.device_count() if peak else None,

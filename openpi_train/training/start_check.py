@@ -112,7 +112,7 @@ def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
     if not trainable:
         raise UsageError(f"--freeze {experiment.freeze!r} leaves no parameter to train; all {len(frozen)} match it")
     if experiment.freeze is not None and not any(experiment.freezes(path) for path in frozen):
-        names = ", ".join(experiment.model.public_name(path) for path in list(trainable)[:3])
+        names = ", ".join(experiment.model.param_rules.public_name(path) for path in list(trainable)[:3])
         raise UsageError(f"--freeze {experiment.freeze!r} matches no parameter as a whole; there are {names}, ...")
 
 
@@ -130,16 +130,16 @@ def with_checked_attention(experiment: Experiment) -> Experiment:
     Every process must call it, before anything that traces the model.
     """
     model = experiment.model
-    dtype, kind = model.compute_dtype, kind_of(jax.devices()[0].device_kind)
-    if best_kind(model.attention_heads, dtype, kind) == "xla":
+    dtype, kind = model.compute.dtype, kind_of(jax.devices()[0].device_kind)
+    if best_kind(model.compute.open_heads, dtype, kind) == "xla":
         return experiment
-    heads = [one.of_device(experiment.sharding.tensor_devices) for one in model.attention_heads]
+    heads = [one.of_device(experiment.sharding.tensor_devices) for one in model.compute.open_heads]
     with phase("checking cuDNN's attention", abandonable=True):
         problems = agree.gather("cuDNN's attention", flash_problem(heads, dtype))
     for process, problem in enumerate(problems):
         if problem is not None:
             logger.warning("attention by XLA, as cuDNN's is not right on process %d: %s", process, problem)
-            return dataclasses.replace(experiment, model=model.with_attention("xla"))
+            return dataclasses.replace(experiment, model=model.with_compute(attention="xla"))
     logger.info("attention by cuDNN: its outputs and gradients are right on these devices")
     return experiment
 

@@ -114,7 +114,7 @@ class Trainer:
     @property
     def devices(self) -> Devices:
         """The computation over devices."""
-        return Devices(self.plan, self.model.compute_dtype, self.graphdef, self.use.unrolled)
+        return Devices(self.plan, self.model.compute.dtype, self.graphdef, self.use.unrolled)
 
     def next_scale(self, state: TrainState, finite: Bool[Array, ""]) -> LossScale | None:
         """The loss scale after this step."""
@@ -142,7 +142,7 @@ class Trainer:
         kernels = {
             path: leaf.astype(jnp.float32)
             for path, leaf in {**state.frozen, **params}.items()
-            if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.public_name(path))
+            if leaf.ndim > 1 and not NOT_A_KERNEL.fullmatch(self.model.param_rules.public_name(path))
         }
         return optax.tree.norm(kernels)
 

@@ -18,7 +18,7 @@ from openpi_train.parallel.params import module_params
 )
 def test_a_changed_leaf_shows_in_the_outputs(model, capability):
     params = jax.jit(lambda: module_params(model.build(nnx.Rngs(0))))()
-    model = model.with_attention("cudnn")  # trained where there is cuDNN, which is not here
+    model = model.with_compute(attention="cudnn")  # trained where there is cuDNN, which is not here
     leaves = {path: in_memory(leaf) for path, leaf in params.items()}
     name = next(
         path for path in leaves if path.endswith("final_norm/language/scale") or "action_out_proj/kernel" in path

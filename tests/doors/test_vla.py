@@ -39,7 +39,7 @@ def test_a_run_trains_as_its_config_says(started):
     assert found.demonstrations.datasets[0].validation == Parquet(path="dataset/validation/")
     assert found.demonstrations.datasets[0].robot == Numbered(num_state_dims=7, num_action_dims=7)
     assert found.demonstrations.normalization == "min_max" and found.policy.action_dim == 7
-    assert (found.policy.window.horizon, found.num_epochs, found.batch_size) == (8, 10, 8)
+    assert (found.policy.rows.window.horizon, found.num_epochs, found.batch_size) == (8, 10, 8)
     assert found.optimizer == AdamW(b2=0.999, weight_decay=0.01) and found.ema_decay is None
     assert (found.objective.num_flow_draws, found.objective.augment) == (1, False)
     # The rate falls over the whole run, from its first step on.

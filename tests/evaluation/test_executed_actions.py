@@ -31,7 +31,7 @@ NUMBERS = [*DIFFUSION, (act_aloha_sim, 100), (smolvla_bridge, 50), (pi05_libero,
 def test_every_closed_loop_executes_the_models_number(experiment, number, monkeypatch):
     model, asked = experiment.model, []
     assert RobotRL().num_executed(model) == number
-    policy = SimpleNamespace(form=SimpleNamespace(window=model.window))
+    policy = SimpleNamespace(form=SimpleNamespace(window=model.rows.window))
     assert evaluate_policy._execute(ClosedLoop(), policy) == number
     monkeypatch.setattr(closed_loop_success, "evaluate", lambda *_, execute, **__: asked.append(execute))
     monkeypatch.setattr(closed_loop_success, "VideoRecorder", lambda *_: None)

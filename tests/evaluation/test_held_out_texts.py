@@ -69,7 +69,7 @@ def measured(config, objective, batch):
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=objective, ema=None)
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, False, 7)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, False, 7)
         params = {path: leaf * 8 for path, leaf in state.params.items()}
         if "score/weight" in params:
             params["score/weight"] = jnp.asarray(np.random.default_rng(1).normal(size=(1, 16)), jnp.float32)

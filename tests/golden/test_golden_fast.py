@@ -83,7 +83,7 @@ def run(request):
     step = jax.jit(jax.value_and_grad(lambda params: loss_of(case, params), has_aux=True))
     (loss, metrics), gradients = step(case.params)
     out = jax.jit(outputs)(case.params) | {"loss": loss, **metrics}
-    gradients = {case.config.public_name(path): np.asarray(value) for path, value in gradients.items()}
+    gradients = {case.config.param_rules.public_name(path): np.asarray(value) for path, value in gradients.items()}
     tokens = jax.jit(lambda params, prompt: decoded(case, params, prompt))(
         case.params, jnp.asarray(case.io["in/decode_tokenized_prompt"])
     )
@@ -146,10 +146,10 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden_file, va
     expected = json.loads(golden_file(f"param_shapes_pi0_fast{variant}.json").read_text())
     config = Pi0FastConfig(paligemma_variant=f"gemma_2b{variant}")
     shapes = parameter_shapes(config)
-    assert {config.public_name(path): list(shape) for path, shape in shapes.items()} == {
+    assert {config.param_rules.public_name(path): list(shape) for path, shape in shapes.items()} == {
         name: entry["shape"] for name, entry in expected["params"].items()
     }
-    trainable = sum(np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.frozen(path))
+    trainable = sum(np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.param_rules.frozen(path))
     assert trainable == expected["trainable_params"]
 
 

@@ -78,7 +78,7 @@ def run(case):
     """(the compiled forward and backward pass, outputs by golden name, gradients by openpi's names)."""
     step = jax.jit(jax.value_and_grad(lambda params, seen: loss_and_velocity(case, params, seen), has_aux=True))
     (_, out), gradients = jax.device_get(step(case.params, case.observation))
-    return step, out, {case.config.public_name(path): value for path, value in gradients.items()}
+    return step, out, {case.config.param_rules.public_name(path): value for path, value in gradients.items()}
 
 
 def assert_like_openpi(case, name, ours):
@@ -195,7 +195,10 @@ def test_frozen_parameters_equal_openpis_freeze_filters(golden):
                 for name, sizes in lora.items()
             }
             config = type(case.config)(**{**vars(case.config), **changes})
-            frozen = {config.public_name(path): config.frozen(path) for path in parameter_shapes(config)}
+            frozen = {
+                config.param_rules.public_name(path): config.param_rules.frozen(path)
+                for path in parameter_shapes(config)
+            }
             assert sorted(name for name, fixed in frozen.items() if fixed) == sorted(expected["frozen"]), variants
             assert sorted(name for name, fixed in frozen.items() if not fixed) == sorted(expected["trainable"]), (
                 variants

@@ -37,7 +37,9 @@ def trained(request):
     trainer, layout = make_trainer(config, plan, AdamW(), schedule, objective=case.objective, accum=accum, ema=decay)
     weights = {path: in_memory(np.asarray(value)) for path, value in case.params.items()}
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, decay is not None, 7, weights)
+        state = create_state(
+            layout, config, trainer.optimizer, config.param_rules.frozen, decay is not None, 7, weights
+        )
         batch = jax.device_put(case.batch, plan.batch)
         step = trainer.compile_step(layout.shardings, state, batch)
         first, history = jax.device_get(state), []
@@ -65,7 +67,7 @@ def test_every_steps_loss_and_norms_equal_openpi(trained):
 
 def test_what_is_frozen_is_openpis_and_stays_as_it_is_in_bfloat16(trained):
     case, _, _, last = trained
-    assert sorted(map(case.config.public_name, last.frozen)) == sorted(case.meta["train"]["frozen_params"])
+    assert sorted(map(case.config.param_rules.public_name, last.frozen)) == sorted(case.meta["train"]["frozen_params"])
     for path, leaf in last.frozen.items():
         assert leaf.dtype == jnp.bfloat16
         np.testing.assert_array_equal(leaf, case.params[path].astype(jnp.bfloat16), err_msg=path)
@@ -73,7 +75,7 @@ def test_what_is_frozen_is_openpis_and_stays_as_it_is_in_bfloat16(trained):
 
 def test_parameters_and_their_average_equal_openpi(trained):
     case, _, first, last = trained
-    paths = {case.config.public_name(path): path for path in last.params}
+    paths = {case.config.param_rules.public_name(path): path for path in last.params}
     assert (last.ema is None) == (case.meta["train"]["ema_decay"] is None)
     for key, expected in read_npz(GOLDEN / case.meta["train"]["file"]).items():
         _, tree, public = key.split("/", 2)

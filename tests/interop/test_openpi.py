@@ -46,7 +46,7 @@ def test_golden_checkpoints_load_as_recorded(golden, config, expected, directory
     assert len(params) == len(expected)
     for path, leaf in params.items():
         assert leaf.dtype == np.float32
-        np.testing.assert_array_equal(leaf.whole(), expected[config.public_name(path)])
+        np.testing.assert_array_equal(leaf.whole(), expected[config.param_rules.public_name(path)])
     assert list(stored.norm_stats) == ([] if "pure" in directory else ["golden_robot"])
 
 

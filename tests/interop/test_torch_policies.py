@@ -194,13 +194,15 @@ def test_norm_stats_give_what_lerobots_normaliser_gives(name, tmp_path):
     (tmp_path / "norm_stats.json").write_text(json.dumps(content))
     stats = read_norm_stats(tmp_path)
     for key, ours in (("state", "state"), ("action", "actions")):
-        normal = normalize(case.io[f"norm/{key}"], stats[ours], case.config.normalization)
+        normal = normalize(case.io[f"norm/{key}"], stats[ours], case.config.rows.normalization)
         # openpi divides by 1e-6 more than LeRobot, whose scales here are 0.5 and more; float32 does the rest.
         np.testing.assert_allclose(normal, case.io[f"norm/{key}_normalized"], rtol=4e-6, atol=1e-6)
 
 
 def published(case, dtype) -> Stored:
-    params = {case.config.public_name(path): in_memory(value.astype(dtype)) for path, value in case.params.items()}
+    params = {
+        case.config.param_rules.public_name(path): in_memory(value.astype(dtype)) for path, value in case.params.items()
+    }
     stats = {"mean": [0.1, 0.2], "std": [1.0, 2.0], "q01": [-1 / 3, -2.0], "q99": [1.0, 2.5]}
     return Stored(
         where="memory",

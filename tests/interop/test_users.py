@@ -250,7 +250,7 @@ def test_factors_are_merged_layer_by_layer_as_at_once(tmp_path):
     source = write(tmp_path / "5", params)
     result = open_checkpoint(convert(source, tmp_path / "6", experiment, merge_lora=True, target_format="openpi"))
     names = openpi.parameter_names(experiment.model)
-    at_once = experiment.model.merge_lora({path: jnp.asarray(params[name]) for path, name in names.items()})
+    at_once = experiment.model.param_rules.merge_lora({path: jnp.asarray(params[name]) for path, name in names.items()})
     plain = experiment.model.without_lora()
     for path, leaf in model_params(result, plain).items():
         np.testing.assert_array_equal(leaf.whole(), at_once[path])

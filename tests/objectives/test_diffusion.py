@@ -59,10 +59,10 @@ def extremes(name):
 
 TRANSLATION = Translation(
     robot=ThreeDims(cameras={name: name for name in given.CAMERAS}),
-    normalize=Normalize({name: extremes(name) for name in ("state", "actions")}, CONFIG.normalization),
-    transforms=CONFIG.transforms(None),
-    spec=row_spec(CONFIG.batch_spec(1, given.CAMERAS)),
-    window=CONFIG.window,
+    normalize=Normalize({name: extremes(name) for name in ("state", "actions")}, CONFIG.rows.normalization),
+    transforms=CONFIG.rows.transforms(None),
+    spec=row_spec(CONFIG.rows.batch_spec(1, given.CAMERAS)),
+    window=CONFIG.rows.window,
 )
 
 

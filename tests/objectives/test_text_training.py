@@ -90,7 +90,7 @@ def test_processes_change_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["sigmoid", "policy"])
 def test_tensor_groups_change_nothing(name):
     model, objective = OBJECTIVES[name]
-    assert not model.check_tensor(2)
+    assert not model.compute.check_tensor(2)
     same(train(model, objective, "zero3", 2, devices=4, tensor=2), name)
 
 
@@ -165,7 +165,7 @@ def test_policy_without_its_adapter_gives_what_a_frozen_copy_gives():
             params[path] = jnp.asarray(random.normal(size=params[path].shape), jnp.float32)
     adapter = merge_module(nnx.split(adapter)[0], params)
     base = {path: leaf for path, leaf in params.items() if "lora" not in path}
-    both = {f"policy/{path}": leaf for path, leaf in ADAPTED.merge_lora(params).items()}
+    both = {f"policy/{path}": leaf for path, leaf in ADAPTED.param_rules.merge_lora(params).items()}
     both |= {f"reference/{path}": leaf for path, leaf in base.items()}
     copied = merge_module(nnx.split(COPIED.build(nnx.Rngs(0)))[0], both)
     norms = objective.norms(batch)

@@ -26,7 +26,7 @@ from openpi_train.training.start_check import check_host_memory
 pytestmark = pytest.mark.slow
 
 CONFIG = toy.StackedConfig(depth=2)
-SPEC = CONFIG.batch_spec(strategies.ROWS, ())
+SPEC = CONFIG.rows.batch_spec(strategies.ROWS, ())
 LARGE_MIB = 1e-3  # only the token table and the stacked kernel are as large
 
 
@@ -37,14 +37,14 @@ def prepare(devices: int, accum: int, offload: str, min_shard_mib: float = LARGE
     if optimizer is not None:
         rule = optimizer.create(LRSchedule(kind="constant", warmup_steps=0, peak_lr=1e-2).create())
         trainer = dataclasses.replace(trainer, optimizer=rule)
-        layout = lay_out(CONFIG, rule, CONFIG.frozen, True, plan)
+        layout = lay_out(CONFIG, rule, CONFIG.param_rules.frozen, True, plan)
     # By the third step, before which these runs change places, the average keeps something of itself.
     return dataclasses.replace(trainer, plan=plan, ema_warmup=EmaWarmup(power=0.75)), layout.under(plan)
 
 
 def start(trainer, layout):
     with jax.set_mesh(trainer.plan.real_mesh):
-        return create_state(layout, CONFIG, trainer.optimizer, CONFIG.frozen, True, 7)
+        return create_state(layout, CONFIG, trainer.optimizer, CONFIG.param_rules.frozen, True, 7)
 
 
 def compiled(trainer, layout):

@@ -57,7 +57,7 @@ def test_a_step_says_of_every_parameter_what_it_does_with_it(unrolled):
     schedule = LRSchedule(warmup_steps=2, peak_lr=1e-2, decay_steps=20, decay_lr=1e-3)
     trainer, layout = make_trainer(config, plan, AdamW(), schedule, objective=objective)
     trainer = dataclasses.replace(trainer, use=ParamUse(unrolled=unrolled))
-    rows = config.batch_spec(2, ())
+    rows = config.rows.batch_spec(2, ())
     jax.eval_shape(lambda state, rows: trainer.accumulate(state, rows, objective.norms(rows)), layout.shapes, rows)
     frozen = {path: path != "adapter_lora" for path in ("kernel", "state_kernel", "bias", "adapter_lora")}
     assert objective.uses == {path: ParamUse(frozen=is_it, unrolled=unrolled) for path, is_it in frozen.items()}

@@ -106,7 +106,9 @@ def compiled(layout: tuple[str, int], accum: int, config: toy.StackedConfig, sum
     """The step for a wider toy, compiled and as traced, its trainer and state layout."""
     trainer, state = strategies.prepare(config, *layout, accum, sums=sums)
     with jax.set_mesh(trainer.plan.real_mesh):
-        traced = trainer.jitted_step(state.shardings).trace(state.abstract(), config.batch_spec(strategies.ROWS, ()))
+        traced = trainer.jitted_step(state.shardings).trace(
+            state.abstract(), config.rows.batch_spec(strategies.ROWS, ())
+        )
         return traced.lower().compile(), traced.jaxpr, trainer, state
 
 
@@ -131,7 +133,7 @@ def test_a_step_sends_no_more_than_the_formula_and_a_device_holds_what_the_plan_
     # gathered in float32: 1.3 % where least is sent.
     assert expected <= sent < 1.015 * expected
     assert sent < 1.05 * formula_bytes(trainer.plan, state.shapes.params, 2, accum)
-    rows = bytes_per_device(WIDE.batch_spec(strategies.ROWS, ()), trainer.plan.batch)
+    rows = bytes_per_device(WIDE.rows.batch_spec(strategies.ROWS, ()), trainer.plan.batch)
     planned = predict(state, trainer.plan).state
     assert step.memory_analysis().argument_size_in_bytes == pytest.approx(planned + rows, rel=0.02)
 
@@ -252,7 +254,7 @@ def traced_unrolled(strategy, accum=1, *, unrolled=True):
     config = toy.StackedConfig(remat="dots", depth=7)
     trainer, state = strategies.prepare(config, strategy, 8, accum, unrolled=unrolled)
     with jax.set_mesh(trainer.plan.real_mesh):
-        batch = config.batch_spec(strategies.ROWS, ())
+        batch = config.rows.batch_spec(strategies.ROWS, ())
         return trainer.jitted_step(state.shardings).trace(state.abstract(), batch).jaxpr.jaxpr
 
 

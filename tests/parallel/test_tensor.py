@@ -81,7 +81,7 @@ def prepare(config, strategy="replicated", fsdp=1, tensor=1, accum=1, num_device
 
 def first_state(config, trainer, layout):
     """The state before the first step."""
-    return create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
+    return create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
 
 
 def batch(config, seed: int):
@@ -97,7 +97,7 @@ def batch(config, seed: int):
             return generator.integers(0, 40, leaf.shape, leaf.dtype)
         return generator.normal(size=leaf.shape).astype(leaf.dtype)
 
-    spec = flatten_rows(config.batch_spec(ROWS, CAMERAS))
+    spec = flatten_rows(config.rows.batch_spec(ROWS, CAMERAS))
     return action_batch({name: fill(name, leaf) for name, leaf in spec.items()})
 
 
@@ -106,7 +106,7 @@ def run(config, trainer, layout, state, steps: int = 3):
     history = []
     with jax.set_mesh(trainer.plan.real_mesh):
         state = jax.device_put(state, layout.shardings)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(ROWS, CAMERAS))
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(ROWS, CAMERAS))
         for index in range(steps):
             state, metrics = step(state, jax.device_put(batch(config, index), trainer.plan.batch))
             history.append([float(metrics[name]) for name in ("loss", "grad_norm", "param_norm")])
@@ -155,7 +155,7 @@ def test_unrolled_layers_of_tensor_groups_are_traced(strategy, fsdp):
     trainer, layout = prepare(CONFIGS["pi0"], strategy, fsdp, tensor=2)
     trainer = dataclasses.replace(trainer, use=ParamUse(unrolled=True))
     with jax.set_mesh(trainer.plan.real_mesh):
-        spec = CONFIGS["pi0"].batch_spec(ROWS, CAMERAS)
+        spec = CONFIGS["pi0"].rows.batch_spec(ROWS, CAMERAS)
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), spec)
     assert "optimization_barrier" in str(traced.jaxpr)
 
@@ -178,7 +178,7 @@ WIDE = dataclasses.replace(
 @pytest.mark.slow
 def test_a_step_sends_no_more_than_the_formulas_and_a_device_holds_what_the_plan_says(strategy, fsdp, tensor, accum):
     trainer, layout = prepare(WIDE, strategy, fsdp, tensor, accum)
-    spec = WIDE.batch_spec(ROWS, CAMERAS)
+    spec = WIDE.rows.batch_spec(ROWS, CAMERAS)
     with jax.set_mesh(trainer.plan.real_mesh):
         traced = trainer.jitted_step(layout.shardings).trace(layout.abstract(), spec)
         step = traced.lower().compile()
@@ -220,7 +220,7 @@ def test_of_full_pi0_heads_and_wide_layers_are_cut_along_a_dim_that_fsdp_leaves_
 )
 def test_what_an_optimizer_keeps_of_a_parameter_is_cut_like_it_where_it_has_its_shape(optimizer):
     trainer, _ = prepare(PI0, "zero3", 2, 4)
-    layout = lay_out(PI0, optimizer.create(trainer.schedule), PI0.frozen, False, trainer.plan)
+    layout = lay_out(PI0, optimizer.create(trainer.schedule), PI0.param_rules.frozen, False, trainer.plan)
     shapes, shardings = layout.shapes, layout.shardings
     for (keys, leaf), sharding in zip(
         jax.tree_util.tree_leaves_with_path(shapes.opt_state), jax.tree.leaves(shardings.opt_state), strict=True
@@ -232,13 +232,15 @@ def test_what_an_optimizer_keeps_of_a_parameter_is_cut_like_it_where_it_has_its_
             assert TENSOR not in sharding.spec, path
 
 
-@pytest.mark.parametrize(("tensor", "wrong"), [(3, "num_heads 8, language.mlp_dim 16384"), (16, "num_heads 8")])
+@pytest.mark.parametrize(
+    ("tensor", "wrong"), [(3, "language.num_heads 8, language.mlp_dim 16384"), (16, "language.num_heads 8")]
+)
 def test_a_size_that_does_not_divide_is_told_with_what_does(tensor, wrong):
-    (problem,) = Pi0Config().check_tensor(tensor)
+    (problem,) = Pi0Config().compute.check_tensor(tensor)
     assert f"--sharding.tensor-devices {tensor} does not divide the model's {wrong}" in problem
     assert problem.endswith("allowed: 1, 2, 4, 8")
-    assert toy.LinearConfig().check_tensor(tensor)
-    assert not toy.LinearConfig().check_tensor(1) + Pi0Config().check_tensor(8)
+    assert toy.LinearConfig().compute.check_tensor(tensor)
+    assert not toy.LinearConfig().compute.check_tensor(1) + Pi0Config().compute.check_tensor(8)
 
 
 def costs_of_a_row(config, tensor):

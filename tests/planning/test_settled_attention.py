@@ -32,12 +32,12 @@ def typed(model, dtype: str):
 
 def experiment(name: str, dtype: str = "bfloat16", kind: attention.Attention = "auto"):
     one = registry.load(name)
-    return dataclasses.replace(one, model=typed(one.model, dtype).with_attention(kind))
+    return dataclasses.replace(one, model=typed(one.model, dtype).with_compute(attention=kind))
 
 
 def chosen(name: str, device: str | None, dtype: str = "bfloat16", kind: attention.Attention = "auto") -> str:
     model = on_kind(experiment(name, dtype, kind), machine(device)).model
-    return next(kind for kind in ("auto", "xla", "cudnn") if model == model.with_attention(kind))
+    return next(kind for kind in ("auto", "xla", "cudnn") if model == model.with_compute(attention=kind))
 
 
 # A tiny experiment of each family; those of reward models and of a policy with a reference have a model within.
@@ -66,7 +66,7 @@ def test_hopper_has_cudnn_s_if_all_heads_are_known_to_it(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_heads_are_those_that_cudnn_gets(name, tensor_devices, monkeypatch):
     one, seen = experiment(name, kind="cudnn"), set()
-    if problem := one.model.check_tensor(tensor_devices):
+    if problem := one.model.compute.check_tensor(tensor_devices):
         pytest.skip(problem[0])
     one = dataclasses.replace(one, sharding=dataclasses.replace(one.sharding, tensor_devices=tensor_devices))
 
@@ -81,7 +81,7 @@ def test_the_heads_are_those_that_cudnn_gets(name, tensor_devices, monkeypatch):
         monkeypatch.setattr(module, "flash_attend", spied)
     with plugin.pretended(find_kind("h100")):
         prepare.traced_gradient(one, layout)
-    heads = experiment(name).model.attention_heads
+    heads = experiment(name).model.compute.open_heads
     assert len(heads) == (1 if name.startswith("arithmetic") else 2)
     assert seen == {(each.of_device(tensor_devices), jnp.dtype(jnp.bfloat16)) for each in heads}
 
@@ -106,7 +106,7 @@ def test_a_plan_forecasts_the_program_that_a_run_there_has():
 
     def activations(kind: str, way: attention.Attention) -> float:
         with plugin.pretended(find_kind(kind)):
-            given = dataclasses.replace(one, model=one.model.with_attention(way))
+            given = dataclasses.replace(one, model=one.model.with_compute(attention=way))
             [found] = prepare.forecasts(on_kind(given, machine(kind)), layout, machine(kind), [1])
         return found.policy.activation_bytes_per_row
 
@@ -122,7 +122,7 @@ def test_a_run_has_xla_s_on_all_processes_if_one_finds_cudnn_s_wrong(problems, f
     monkeypatch.setattr(start_check, "kind_of", lambda _: find_kind("h100"))
     with caplog.at_level(logging.INFO):
         assert start_check.with_checked_attention(one).model.attention == found
-    assert asked == [(list(one.model.attention_heads), one.model.compute_dtype)]
+    assert asked == [(list(one.model.compute.open_heads), one.model.compute.dtype)]
     said = "cuDNN's is not right on process 1: no engine" if found == "xla" else "attention by cuDNN: its outputs"
     assert said in caplog.text
 

@@ -173,7 +173,7 @@ def test_a_checkpoint_answers_wherever_it_is_copied_to(tmp_path):
     )
     assert (
         load_policy(again.run(), devices=jax.devices()[:1])
-        .sampler.model.chunk_tokenizer(load_tokenizer(str(moved / "tokenizer")))
+        .sampler.model.rows.chunk_tokenizer(load_tokenizer(str(moved / "tokenizer")))
         .fingerprint.startswith(made.data.tokenizer.partition("+")[2])
     )
     with (moved / "tokenizer" / "fast" / "tokenizer.json").open("a") as file:

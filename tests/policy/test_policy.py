@@ -55,7 +55,7 @@ def test_an_observation_becomes_the_row_that_training_reads(run, policy):
 
 
 def test_programs_are_as_long_as_the_rows_of_the_run_and_as_the_model_allows(run, policy):
-    lengths = run.data.text_length, run.experiment.model.text_limit
+    lengths = run.data.text_length, run.experiment.model.rows.text_limit
     assert policy.sampler.text_lengths == lengths and lengths[0] < lengths[1]
 
 
@@ -178,6 +178,6 @@ def test_another_tokenizer_than_the_runs_is_refused(run, tmp_path):
 
 def test_a_run_that_trained_with_cudnn_s_attention_is_served_where_there_is_none(run):
     stored, experiment = restore.open_run(run.directory)
-    trained = experiment.model.with_attention("cudnn")
+    trained = experiment.model.with_compute(attention="cudnn")
     options: dict[str, Any] = {"average": True, "dtype": None, "merge_lora": False, "devices": jax.devices()[:1]}
-    assert restore.restored(trained, stored, str(run.directory), **options)[0] == trained.with_attention("auto")
+    assert restore.restored(trained, stored, str(run.directory), **options)[0] == trained.with_compute(attention="auto")

@@ -19,6 +19,7 @@ from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.evaluation.eval_config import EvalConfig
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.evaluation.row_sampling import RowSampling
+from openpi_train.models.compute import Compute
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.indicator_flow import IndicatorFlow
 from openpi_train.objectives.policy_gradient import PolicyGradient
@@ -315,7 +316,7 @@ def test_accumulation_and_stages_only_change_the_order_of_sums(make, still, monk
     """
     # What computes in float32 takes its type from there.
     monkeypatch.setattr(jnp, "float32", jnp.float64)
-    monkeypatch.setattr(type(wandering.model), "compute_dtype", property(lambda _: jnp.float64))
+    monkeypatch.setattr(type(wandering.model), "compute", property(lambda _: Compute(dtype=jnp.float64)))
 
     def wide(leaf):
         return np.asarray(leaf, np.float64 if leaf.dtype == np.float32 else leaf.dtype)

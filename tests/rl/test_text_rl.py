@@ -282,7 +282,7 @@ def test_completions_are_rewarded_by_a_reward_model(make, tmp_path, devices, mon
     huggingface.write(tmp_path / "model", Stored(where="memory", format="ours", params=leaves), model)
     stored, config = reward_model._opened(f"{tmp_path}/model")
     # Trained where there is cuDNN, which is not here.
-    monkeypatch.setattr(reward_model, "_opened", lambda _: (stored, config.with_attention("cudnn")))
+    monkeypatch.setattr(reward_model, "_opened", lambda _: (stored, config.with_compute(attention="cudnn")))
     reward = TextReward(name=f"model:{tmp_path}/model")
     made = make(devices, rl=dataclasses.replace(PRACTICE, rewards=(reward,)))
     with jax.set_mesh(made.plan.real_mesh):

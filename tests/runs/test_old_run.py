@@ -71,7 +71,7 @@ def test_an_old_checkpoint_acts_as_in_its_own_version(old):
     state = np.linspace(-1, 1, 7).astype(np.float32)
     policy = load_policy(old)
     recorded = json.loads((old / "4" / "meta.json").read_text())["experiment"]["model"]["used_token_len"]
-    assert policy.sampler.text_lengths == (recorded, policy.sampler.model.text_limit)
+    assert policy.sampler.text_lengths == (recorded, policy.sampler.model.rows.text_limit)
     chunk = policy.infer({"observation/image_0": image, "observation/state": state, "prompt": "tidy up"})["actions"]
     assert np.shape(chunk) == (8, 7)
     np.testing.assert_allclose(chunk[0], FIRST_ACTION, rtol=0, atol=1e-5)

@@ -26,11 +26,11 @@ def prompts(data):
 
 def test_rows_have_no_padding_that_no_prompt_needs(tmp_path):
     data = opened(tmp_path, "--data.datasets.0.prompt", SHORT)
-    limit = data.model.text_limit
+    limit = data.model.rows.text_limit
     assert data.text_length == data.row_shapes["prompt_tokens"][0] == 16 < limit
     tokens, mask = prompts(data)
     assert mask.sum(axis=1).tolist() == [len(SHORT) + 2] * 4
-    tokenize = data.model.transforms(data.train.transforms[0][2].tokenizer)[1]
+    tokenize = data.model.rows.transforms(data.train.transforms[0][2].tokenizer)[1]
     padded = tokenize({"prompt": SHORT})
     assert len(padded["prompt_tokens"]) == limit
     assert padded["prompt_tokens"][:16].tolist() == tokens[0].tolist() and not padded["prompt_mask"][16:].any()

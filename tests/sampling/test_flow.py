@@ -100,7 +100,7 @@ def products(jaxpr):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_guided_step_more_costs_no_pass_over_the_prefix(name):
     config = MODELS[name]
-    seen = config.batch_spec(2, ("base_0_rgb",)).observation
+    seen = config.rows.batch_spec(2, ("base_0_rgb",)).observation
     graph, params = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))
 
     def sample(num_steps, params, seen):

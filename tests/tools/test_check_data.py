@@ -51,7 +51,7 @@ def of_robots(*datasets, state_dims=(7, 7)):
             raise ValueError(f"the model has {state_dims[0]} state dims, the robot {states}")
 
     data = DataConfig(datasets=datasets)
-    policy = argparse.Namespace(window=WindowShape(horizon=2), check_dims=check_dims)
+    policy = argparse.Namespace(rows=argparse.Namespace(window=WindowShape(horizon=2), check_dims=check_dims))
     return argparse.Namespace(name="mine", data=data, demonstrations=data, policy=policy)
 
 

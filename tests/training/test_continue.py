@@ -22,7 +22,7 @@ def saved(tmp_path_factory):
     """(layout, a state with every leaf of another value, its checkpoint in openpi's form)."""
     trainer, layout = strategies.prepare(CONFIG, "zero3", 4, 1, jax.devices()[:4])
     with jax.set_mesh(trainer.plan.real_mesh):
-        state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.frozen, True, 7)
+        state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.param_rules.frozen, True, 7)
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: np.asarray(random.uniform(1, 9, leaf.shape), leaf.dtype), state)
     adam, schedule = state.opt_state[1][0], state.opt_state[1][2]

@@ -115,7 +115,7 @@ def evaluate(batch_size=4, devices=1, objective=None):
     config, plan = SeeingConfig(), Plan(mesh=make_mesh(1, jax.devices()[:devices]), strategy="replicated")
     trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=objective, seed=SEED)
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 3)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 3)
         state = dataclasses.replace(state, ema=jax.tree.map(lambda leaf: 0.5 * leaf + 0.2, state.ema))
         batches = cut(rows_of(2 * NUM_ROWS), batch_size, NUM_ROWS, plan)
         train_batches = cut(rows_of(2 * NUM_ROWS, seed=1), batch_size, NUM_TRAIN_ROWS, plan)
@@ -277,7 +277,7 @@ def test_recorded_actions_have_no_error_and_shifted_ones_the_known_one(shift, ex
     seen = dataclasses.replace(rows.observation, state=actions.reshape(6, -1))
     rows = dataclasses.replace(rows, actions=actions, observation=seen)
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, False, 3)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, False, 3)
         values = make_evaluator(trainer, cut(rows, 2, 6, plan), 1)(state)
     assert values["val/action_mse"] == pytest.approx(expected, rel=1e-6)
 
@@ -293,7 +293,7 @@ def test_an_experiments_own_measure_is_of_the_weights_and_of_their_average():
         return (real * model.kernel[0, 0] * (first + batch.row)).sum(), real.sum()
 
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 3)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 3)
         evaluated = Evaluated(
             step=0, weights={"": state.params, "_ema": jax.tree.map(lambda leaf: 2 * leaf, state.params)}, frozen={}
         )
@@ -310,7 +310,7 @@ def test_two_measures_of_one_name_are_refused():
     config, plan = SeeingConfig(), Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), seed=SEED, ema=None)
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, False, 3)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, False, 3)
         evaluator = Evaluator(running_of(trainer, cut(rows_of(2 * NUM_ROWS), 4, 4, plan)), Own())
         with pytest.raises(UsageError, match="two measures are called val/loss: rename one"):
             evaluator(state)

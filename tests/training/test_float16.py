@@ -14,6 +14,7 @@ from trainers import make_trainer
 
 from openpi_train import registry
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
+from openpi_train.models.compute import Compute
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.optim import SGD, AdamW, LossScaling, LRSchedule
 from openpi_train.parallel.mesh import make_mesh
@@ -46,7 +47,9 @@ class HalfPolicy(toy.LinearPolicy):
 class HalfConfig(toy.LinearConfig):
     """Builds `HalfPolicy`."""
 
-    needs_loss_scale = True
+    @property
+    def compute(self):
+        return Compute(dtype=jnp.float16)
 
     def build(self, rngs):
         return HalfPolicy(self, rngs)
@@ -58,8 +61,8 @@ def run_steps(batches, *, scaling=SCALING, config=None, accum=1, devices=1, star
     plan = Plan(mesh=make_mesh(devices, jax.devices()[:devices]), strategy="zero3", min_shard_mib=0)
     trainer, layout = make_trainer(config, plan, optimizer, SCHEDULE, accum=accum, scaling=scaling)
     with jax.set_mesh(plan.real_mesh):
-        state = start or create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(8, ()))
+        state = start or create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(8, ()))
         history, states = [], [jax.tree.map(jnp.copy, state)]  # the step takes over what it is given
         for rows in batches:
             state, metrics = step(state, jax.device_put(rows, plan.batch))
@@ -240,7 +243,7 @@ def test_pi0_in_float16_is_near_float32():
 
     experiment = registry.load("debug")
     rng = np.random.default_rng(0)
-    spec = experiment.model.batch_spec(2, ("base_0_rgb",))
+    spec = experiment.model.rows.batch_spec(2, ("base_0_rgb",))
 
     def fill(leaf):
         if leaf.dtype == jnp.bool_:
@@ -254,7 +257,7 @@ def test_pi0_in_float16_is_near_float32():
     losses = {}
     for dtype in ("float32", "float16"):
         model = dataclasses.replace(experiment.model, dtype=dtype)
-        assert model.needs_loss_scale == (dtype == "float16")
+        assert model.compute.needs_loss_scale == (dtype == "float16")
         network = model.build(nnx.Rngs(0))
         keys = row_keys(0, 0, batch.row)
         losses[dtype] = float(objective.loss(network, batch, objective.norms(batch), keys)[0])

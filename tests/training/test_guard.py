@@ -61,7 +61,7 @@ class ToyData(Data):
     """The shapes of the toy's batches; there is nothing to open."""
 
     def batch_spec(self, model, batch_size):
-        return model.batch_spec(batch_size, ())
+        return model.rows.batch_spec(batch_size, ())
 
     def open(self, request):
         raise NotImplementedError
@@ -96,7 +96,7 @@ def run(parts, tmp_path):
         directory=tmp_path,
         trainer=trainer,
         layout=layout,
-        state=create_state(layout, trainer.model, trainer.optimizer, trainer.model.frozen, True, 7),
+        state=create_state(layout, trainer.model, trainer.optimizer, trainer.model.param_rules.frozen, True, 7),
         data=NoData(num_samples=0),
         feed=EndlessFeed(batch),
         recorder=recorder,

@@ -33,8 +33,8 @@ def trained(optimizer, num_steps=2, fsdp=1):
     plan, layout, trainer = laid_out(optimizer, fsdp)
     losses = []
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.frozen, False, 7)
-        step = trainer.compile_step(layout.shardings, state, CONFIG.batch_spec(8, ()))
+        state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.param_rules.frozen, False, 7)
+        step = trainer.compile_step(layout.shardings, state, CONFIG.rows.batch_spec(8, ()))
         for _ in range(num_steps):
             state, metrics = step(state, jax.device_put(toy.batch(8), plan.batch))
             losses.append(float(metrics["loss"]))

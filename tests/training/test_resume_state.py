@@ -56,8 +56,8 @@ def run(tmp_path_factory):
     trainer, layout = strategies.prepare(CONFIG, "zero3", 4, 1, jax.devices()[:4])
     mesh = trainer.plan.real_mesh
     with jax.set_mesh(mesh):
-        state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.frozen, True, 7)
-        step = trainer.compile_step(layout.shardings, state, CONFIG.batch_spec(strategies.ROWS, ()))
+        state = create_state(layout, CONFIG, trainer.optimizer, CONFIG.param_rules.frozen, True, 7)
+        step = trainer.compile_step(layout.shardings, state, CONFIG.rows.batch_spec(strategies.ROWS, ()))
 
     def take_two(state, feed):
         losses = []
@@ -68,12 +68,12 @@ def run(tmp_path_factory):
         return state, losses
 
     def begin(experiment, feed, where=directory):
-        with jax.set_mesh(mesh), Checkpoints(where, public_name=CONFIG.public_name) as checkpoints:
+        with jax.set_mesh(mesh), Checkpoints(where, public_name=CONFIG.param_rules.public_name) as checkpoints:
             return first_state(experiment, trainer, layout, checkpoints, feed)[0]
 
     feed = Batches(trainer.plan)
     state, _ = take_two(state, feed)
-    with jax.set_mesh(mesh), Checkpoints(directory, public_name=CONFIG.public_name) as checkpoints:
+    with jax.set_mesh(mesh), Checkpoints(directory, public_name=CONFIG.param_rules.public_name) as checkpoints:
         checkpoints.save(state, data_position=feed.position(), experiment={}, norm_stats={})
     straight, losses = take_two(state, feed)
     return types.SimpleNamespace(

@@ -35,7 +35,7 @@ def lowered():
         seed=0,
         ema_decay=0.9,
     )
-    batch = experiment.model.batch_spec(2, experiment.data.cameras)
+    batch = experiment.model.rows.batch_spec(2, experiment.data.cameras)
     with jax.set_mesh(plan.real_mesh):
         return trainer.traced_step(layout.shardings, layout.abstract(), batch).lower()
 

@@ -19,7 +19,7 @@ def test_a_state_from_weights_draws_only_what_they_lack():
 
     def create(weights):
         with jax.set_mesh(trainer.plan.real_mesh):
-            return create_state(layout, config, trainer.optimizer, config.frozen, True, 7, weights)
+            return create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7, weights)
 
     fresh = create(None)
     kept = "token_embedding"
@@ -46,7 +46,7 @@ def test_weights_of_another_type_are_cast_to_the_states():
         "kernel": in_memory(np.full(shapes["kernel"].shape, 1 / 3, np.float32)),
     }
     with jax.set_mesh(trainer.plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7, weights)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7, weights)
     assert {path: leaf.dtype for path, leaf in state.params.items()} == {"adapter_lora": np.float32}
     assert {leaf.dtype for leaf in state.frozen.values()} == {np.dtype(ml_dtypes.bfloat16)}
     np.testing.assert_array_equal(state.params["adapter_lora"], 1.5)
@@ -59,5 +59,5 @@ def test_nothing_is_drawn_where_all_is_read(monkeypatch):
     weights = {path: in_memory(np.ones(leaf.shape, np.float32)) for path, leaf in layout.shapes.params.items()}
     monkeypatch.setattr(init, "initial_state", lambda *_: pytest.fail("fresh values are drawn"))
     with jax.set_mesh(trainer.plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7, weights)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7, weights)
     assert all((np.asarray(leaf) == 1).all() for leaf in state.params.values())

@@ -28,8 +28,8 @@ def run_steps(
     objective = objective or FlowMatching(augment=False, num_flow_draws=2)
     trainer, layout = make_trainer(config, plan, AdamW(), SCHEDULE, objective=objective, accum=accum, ema=ema)
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, ema is not None, 7)
-        step = trainer.compile_step(layout.shardings, state, config.batch_spec(8, ()))
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, ema is not None, 7)
+        step = trainer.compile_step(layout.shardings, state, config.rows.batch_spec(8, ()))
         history = []
         for index in range(steps):
             rows = batches[index] if batches else toy.batch(8, seed=index)
@@ -184,7 +184,7 @@ def test_squares_of_parameters_are_summed_behind_a_barrier_and_frozen_ones_are_n
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="zero3", min_shard_mib=0)
     trainer, layout = make_trainer(config, plan, AdamW(), SCHEDULE, objective=FlowMatching(augment=False))
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, config, trainer.optimizer, config.frozen, True, 7)
+        state = create_state(layout, config, trainer.optimizer, config.param_rules.frozen, True, 7)
     [barrier] = [
         one for one in jax.make_jaxpr(trainer.param_norm)(state).eqns if one.primitive.name == "optimization_barrier"
     ]

@@ -15,8 +15,8 @@ from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.core.mixture import shares_in_words
 from openpi_train.data.core.source import SourceConfig
 from openpi_train.data.robot.mixed_robots import Difference, differences
-from openpi_train.data.robot.model import RowModel
 from openpi_train.data.robot.normalize import Form
+from openpi_train.data.robot.row_format import RowModel
 from openpi_train.fields import at_least
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
@@ -107,13 +107,13 @@ class DataConfig(Data):
     def check_dims(self, model: RowModel) -> None:
         """Raise ValueError, with the flag to give, if the model does not take the dims of each dataset's robot."""
         for dataset in self.datasets:
-            model.check_dims(len(dataset.robot.state_names), len(dataset.robot.action_names))
+            model.rows.check_dims(len(dataset.robot.state_names), len(dataset.robot.action_names))
 
     def examine(self, model: RowModel) -> list[str]:
         from openpi_train.data.robot.examination import examine, examine_files  # which imports this module
 
         together, notes = ErrorCollector(), []
-        for looked_at in (lambda: examine(self, model.window), lambda: examine_files(self, model)):
+        for looked_at in (lambda: examine(self, model.rows.window), lambda: examine_files(self, model)):
             with together:
                 notes += looked_at()
         with together, reported_as(DataError):
@@ -127,7 +127,7 @@ class DataConfig(Data):
         return is_ready(self, request)
 
     def batch_spec(self, model: RowModel, batch_size: int) -> Any:
-        return model.batch_spec(batch_size, self.cameras)
+        return model.rows.batch_spec(batch_size, self.cameras)
 
     def open(self, request: OpeningRequest) -> OpenedData:
         from openpi_train.data.robot.opened import open_run_data  # which imports this module

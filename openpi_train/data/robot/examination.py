@@ -8,10 +8,10 @@ from openpi_train.data.core import hub
 from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.make import embedded
 from openpi_train.data.robot.config import DataConfig, Dataset
-from openpi_train.data.robot.model import RowModel
 from openpi_train.data.robot.norm_stats import assets
 from openpi_train.data.robot.normalize import read_norm_stats
 from openpi_train.data.robot.opened import open_windows
+from openpi_train.data.robot.row_format import RowModel
 from openpi_train.data.robot.tokens import open_tokenizer
 from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
@@ -63,9 +63,9 @@ def is_ready(config: DataConfig, request: OpeningRequest) -> bool:
     sources = [dataset.source.skipping_bad_records() if skip else dataset.source for dataset in config.datasets]
     if not all(not embedded.missing(source.location) and source.is_ready() for source in sources):
         return False
-    found = assets(config, open_windows(config, request.model.window), request.assets_dir)
+    found = assets(config, open_windows(config, request.model.rows.window), request.assets_dir)
     tokenizer = open_tokenizer(request.model, config.tokenizer, offline=True)
-    return all(asset.known() for asset in found) and request.model.chunk_tokenizer(tokenizer) is None
+    return all(asset.known() for asset in found) and request.model.rows.chunk_tokenizer(tokenizer) is None
 
 
 def examine_files(config: DataConfig, model: RowModel) -> list[str]:

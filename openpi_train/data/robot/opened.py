@@ -21,9 +21,9 @@ from openpi_train.data.core.text_lengths import TextLengths, choose_lengths, rou
 from openpi_train.data.robot.chunk_tokens import chunk_tokens
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.mixed_robots import of_rates
-from openpi_train.data.robot.model import RowModel
 from openpi_train.data.robot.norm_stats import assets
 from openpi_train.data.robot.normalize import Form, NormStats, norm_stats_json
+from openpi_train.data.robot.row_format import RowModel
 from openpi_train.data.robot.rows import Rows, RowTransform
 from openpi_train.data.robot.tokens import open_tokenizer, token_files, tokens_fingerprint
 from openpi_train.data.robot.transforms import Normalize
@@ -72,7 +72,7 @@ class OpenedDatasets(OpenedData):
         """One spec for each text length that batches can have (`core/text_lengths.py`)."""
         assert self.model is not None
         lengths = self.train.text.lengths if self.train.text else (self.text_length,)
-        return [self.model.batch_spec(batch_size, self.cameras, length) for length in lengths]
+        return [self.model.rows.batch_spec(batch_size, self.cameras, length) for length in lengths]
 
     def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
         if self.validation is None:
@@ -104,20 +104,20 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     try:
         tokenizer = open_tokenizer(request.model, config.tokenizer, offline=config.offline)
     except FileNotFoundError:
-        open_windows(config, request.model.window)  # where the data are missing too, that is what to say
+        open_windows(config, request.model.rows.window)  # where the data are missing too, that is what to say
         raise
-    windows = open_windows(config, request.model.window)
+    windows = open_windows(config, request.model.rows.window)
     model: RowModel = request.model
     config.check_dims(model)
-    length = model.text_length(tokenizer, [*prompts(windows), *request.prompts])
-    _report_blank(config, windows, reads_text=model.reads_text)
+    length = model.rows.text_length(tokenizer, [*prompts(windows), *request.prompts])
+    _report_blank(config, windows, reads_text=model.rows.reads_text)
     data = open_data(
         config,
-        shape=model.window,
+        shape=model.rows.window,
         seed=request.seed,
-        transforms=model.transforms(tokenizer, length),
-        batch_spec=functools.partial(model.batch_spec, text_length=length),
-        normalization=model.normalization,
+        transforms=model.rows.transforms(tokenizer, length),
+        batch_spec=functools.partial(model.rows.batch_spec, text_length=length),
+        normalization=model.rows.normalization,
         assets_dir=request.assets_dir,
         windows=windows,
     )
@@ -211,9 +211,9 @@ def in_text_lengths(
     tokens = []
     for window, asset, transforms in zip(rows.windows, rows.names, rows.transforms, strict=True):
         dims = len(window.robot.state_names)
-        of_prompts = np.array([model.prompt_tokens(tokenizer, text, dims) for text in window.prompts])
+        of_prompts = np.array([model.rows.prompt_tokens(tokenizer, text, dims) for text in window.prompts])
         of_samples = of_prompts[window.prompt_numbers(np.arange(len(window)))]
-        if (fast := model.chunk_tokenizer(tokenizer)) is not None:
+        if (fast := model.rows.chunk_tokenizer(tokenizer)) is not None:
             folder = Path(assets_dir) / asset
             assert isinstance(transforms[0], Normalize), "as open_data has them"
             of_samples = of_samples + chunk_tokens(window, transforms[0], fast, rows.spec["actions"][0][-1], folder)
@@ -228,7 +228,7 @@ def in_text_lengths(
     )
     if lengths == (longest,):
         return data
-    shorter = {length: row_spec(model.batch_spec(1, data.cameras, length)) for length in lengths}
+    shorter = {length: row_spec(model.rows.batch_spec(1, data.cameras, length)) for length in lengths}
     train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tuple(tokens)), shorter)
     return dataclasses.replace(data, train=train)
 
@@ -237,7 +237,7 @@ def _tokens_of_a_row(model: RowModel, cameras: Sequence[str], length: int, draws
     """Cost of a row for choosing text lengths: all tokens of a full row, including images and noisy actions."""
     import jax  # only the main process comes here
 
-    row = jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), model.batch_spec(1, cameras, length))
+    row = jax.tree.map(lambda spec: np.ones(spec.shape, spec.dtype), model.rows.batch_spec(1, cameras, length))
     return float(model.num_tokens_seen(row, draws) or 1)
 
 

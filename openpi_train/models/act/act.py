@@ -6,8 +6,7 @@ Fields that LeRobot's `ACTConfig` also has keep its names and defaults (lerobot 
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,12 +14,18 @@ from flax import nnx
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.act.act_network import Act
 from openpi_train.models.compute_config import TransformerConfig
-from openpi_train.models.exact_policy import ExactPolicyConfig
+from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
+from openpi_train.models.model_config import below_one
+from openpi_train.models.param_rules import ParamRules
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], red, green and blue.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # The batch norms of the backbone: scale, shift and statistics of the published weights.
 _BATCH_NORM = re.compile(r"backbone/(.*/)?\w*norm\w*/\w+")
+
+
+def _is_batch_norm(path: str) -> bool:
+    return _BATCH_NORM.fullmatch(path) is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +67,10 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
     # Share of the values that the transformers drop in training.
     dropout: float = 0.1
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         counts = ("dim_model", "n_heads", "dim_feedforward", "latent_dim")
         layers = ("n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers")
-        problems = self.size_problems(*counts, *layers)
+        problems = super().problems() + below_one(self, *counts, *layers)
         if not problems and (self.dim_model % self.n_heads or self.dim_model % 4):
             problems.append(
                 f"dim_model {self.dim_model} must be a multiple of its {self.n_heads} heads, and of 4: sines and "
@@ -79,25 +84,23 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
             problems.append(f"image_std {self.image_std} must be above 0")
         if self.attention == "cudnn":
             problems.append("attention cudnn: ACT drops attention weights in training, which those kernels do not; xla")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
-
-    def frozen(self, path: str) -> bool:
-        """The backbone's batch norms, whose statistics belong to its published weights."""
-        return _BATCH_NORM.fullmatch(path) is not None
-
-    def frozen_dtype(self, path: str) -> Any:
-        """float32 of the batch norms: few numbers, which scale everything."""
-        return jnp.float32 if self.frozen(path) else super().frozen_dtype(path)
+        return problems
 
     @property
-    def window(self) -> WindowShape:
+    def rows(self) -> ExactRows:
         """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
-        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        window = WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        return dataclasses.replace(super().rows, window=window)
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return {"vision": "backbone/.*", "backbone": "backbone/.*"}
+    def param_rules(self) -> ParamRules:
+        """The backbone's batch norms are fixed, as their statistics belong to its published weights, and float32: few
+        numbers, which scale everything."""
+        return ParamRules(
+            groups={"vision": "backbone/.*", "backbone": "backbone/.*"},
+            frozen=_is_batch_norm,
+            frozen_dtype=lambda path: jnp.float32 if _is_batch_norm(path) else jnp.bfloat16,
+        )
 
     def build(self, rngs: nnx.Rngs) -> Act:
         return Act(self, rngs=rngs)

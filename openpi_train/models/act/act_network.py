@@ -38,7 +38,7 @@ class PackedAttention(nnx.Module):
 
     def __init__(self, config: "ActConfig", init: Any, *, rngs: nnx.Rngs):
         self.num_heads, self.dropout = config.n_heads, config.dropout
-        width, dtype = config.dim_model, config.compute_dtype
+        width, dtype = config.dim_model, config.compute.dtype
         self.project = nnx.Linear(width, 3 * width, kernel_init=_XAVIER, dtype=dtype, rngs=rngs)
         self.output = nnx.Linear(width, width, kernel_init=init, dtype=dtype, rngs=rngs)
 
@@ -71,7 +71,7 @@ class FeedForward(nnx.Module):
     """Two dense layers around a ReLU."""
 
     def __init__(self, config: "ActConfig", init: Any, *, rngs: nnx.Rngs):
-        self.dropout, dtype = config.dropout, config.compute_dtype
+        self.dropout, dtype = config.dropout, config.compute.dtype
         self.up = nnx.Linear(config.dim_model, config.dim_feedforward, kernel_init=init, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(config.dim_feedforward, config.dim_model, kernel_init=init, dtype=dtype, rngs=rngs)
 
@@ -142,7 +142,7 @@ class Act(nnx.Module):
 
     def __init__(self, config: "ActConfig", *, rngs: nnx.Rngs):
         self.config = config
-        width, dtype = config.dim_model, config.compute_dtype
+        width, dtype = config.dim_model, config.compute.dtype
 
         def linear(inputs: int, outputs: int, dtype: Any = dtype) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, kernel_init=TORCH_INIT, dtype=dtype, rngs=rngs)
@@ -183,7 +183,7 @@ class Act(nnx.Module):
         """Mean and log variance of a chunk's latent, float32; masked steps do not count."""
         token = jnp.broadcast_to(self.vae_token[...], (len(actions), *self.vae_token.shape))
         parts = (token, self.vae_state(observation.state)[:, None], self.vae_action(actions))
-        x = jnp.concatenate([part.astype(self.config.compute_dtype) for part in parts], axis=1)  # b 2+h d
+        x = jnp.concatenate([part.astype(self.config.compute.dtype) for part in parts], axis=1)  # b 2+h d
         valid = jnp.pad(action_mask, ((0, 0), (2, 0)), constant_values=True)
         x = self._encoded(self.vae_layers, x, jnp.asarray(sine_table(x.shape[1], x.shape[2])), valid, keys)
         mean, log_variance = jnp.split(self.vae_latent(x[:, 0]), 2, axis=-1)
@@ -205,7 +205,7 @@ class Act(nnx.Module):
                 return module(x, queries, seen, numbered(numbered(keys, 1), number)), None
 
             depth = jnp.arange(self.config.n_decoder_layers)
-            x, _ = scan_layers(self.decoder, layer, start, depth, remat=self.config.used_remat)
+            x, _ = scan_layers(self.decoder, layer, start, depth, remat=self.config.compute.remat)
             return self.action(self.decoder_norm(x))
 
     def reconstruct(
@@ -247,7 +247,7 @@ class Act(nnx.Module):
             return module(x, positions, valid, numbered(keys, number)), None
 
         depth = len(jax.tree.leaves(nnx.state(layers))[0])
-        return scan_layers(layers, layer, x, jnp.arange(depth), remat=self.config.used_remat)[0]
+        return scan_layers(layers, layer, x, jnp.arange(depth), remat=self.config.compute.remat)[0]
 
     def _tokens(
         self, observation: Observation, latent: Float[Array, "b z"]
@@ -256,7 +256,7 @@ class Act(nnx.Module):
 
         Tokens of an absent camera do not count.
         """
-        dtype, slots = self.config.compute_dtype, sorted(observation.images)
+        dtype, slots = self.config.compute.dtype, sorted(observation.images)
         tokens = [self.latent(latent)[:, None].astype(dtype), self.state(observation.state)[:, None].astype(dtype)]
         positions, valid = [self.token_positions[...]], [jnp.ones((len(latent), 2), bool)]
         if slots:

@@ -57,7 +57,7 @@ class UnetSizes(Denoiser):
 
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> ConditionalUnet1d:
         condition = policy.n_obs_steps * policy.condition_width
-        more = {"step_width": policy.diffusion_step_embed_dim, "dtype": policy.compute_dtype}
+        more = {"step_width": policy.diffusion_step_embed_dim, "dtype": policy.compute.dtype}
         return ConditionalUnet1d(policy.action_dim, condition, **vars(self), **more, rngs=rngs)
 
 
@@ -79,7 +79,7 @@ class TransformerSizes(Denoiser):
 
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> DenoisingTransformer:
         lengths = {"horizon": policy.action_horizon, "num_obs_steps": policy.n_obs_steps}
-        more = {**lengths, "dtype": policy.compute_dtype}
+        more = {**lengths, "dtype": policy.compute.dtype}
         return DenoisingTransformer(policy.action_dim, policy.condition_width, **more, **vars(self), rngs=rngs)
 
 
@@ -95,4 +95,4 @@ class MlpSizes(Denoiser):
     def build(self, policy: "DiffusionPolicyConfig", rngs: nnx.Rngs) -> DenoisingMlp:
         condition = policy.n_obs_steps * policy.condition_width
         sizes = {"horizon": policy.action_horizon, "step_width": policy.diffusion_step_embed_dim, **vars(self)}
-        return DenoisingMlp(policy.action_dim, condition, **sizes, dtype=policy.compute_dtype, rngs=rngs)
+        return DenoisingMlp(policy.action_dim, condition, **sizes, dtype=policy.compute.dtype, rngs=rngs)

@@ -9,14 +9,13 @@ from typing import Any, ClassVar, Literal
 
 from flax import nnx
 
-from openpi_train.data.robot.normalize import Form
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.fields import setting
 from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.diffusion_policy.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
-from openpi_train.models.exact_policy import ExactPolicyConfig
-from openpi_train.models.model_config import RowTransform
+from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
+from openpi_train.models.model_config import below_one
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 from openpi_train.parallel.remat import Remat, RematChoice
 
@@ -73,8 +72,8 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
 
-    def __post_init__(self):
-        problems = self.size_problems("n_obs_steps", "n_action_steps")
+    def problems(self) -> list[str]:
+        problems = super().problems() + below_one(self, "n_obs_steps", "n_action_steps")
         if self.n_obs_steps - 1 + self.n_action_steps > self.action_horizon:
             problems.append(
                 f"a chunk of {self.action_horizon} steps begins with the first of {self.n_obs_steps} observed ones, so "
@@ -95,13 +94,13 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
             problems.append(f"image_std {self.image_std} must be above 0")
         if len(set(self.instructions)) < len(self.instructions):
             problems.append(f"instructions name one twice: {', '.join(self.instructions)}")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
-    def window(self) -> WindowShape:
-        """The observed steps, and a chunk that begins with the first of them (diffusion_policy's sampler)."""
-        return WindowShape(
+    def rows(self) -> ExactRows:
+        """The observed steps, and a chunk that begins with the first of them (diffusion_policy's sampler); min-max, as
+        the samplers limit actions to [-1, 1]."""
+        window = WindowShape(
             horizon=self.action_horizon,
             history=self.n_obs_steps,
             first_action=1 - self.n_obs_steps,
@@ -109,28 +108,13 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
             pad_after=self.n_action_steps - 1,
             execute=self.n_action_steps,
         )
-
-    @property
-    def normalization(self) -> Form:
-        """Min-max, since the samplers limit actions to [-1, 1]."""
-        return "min_max"
+        return dataclasses.replace(super().rows, window=window, normalization="min_max", instructions=self.instructions)
 
     @property
     def condition_width(self) -> int:
         """Width of the condition of each observation step."""
         features = num_features(self.pooling, self.encoder_widths, self.num_keypoints)
         return len(self.cameras) * features + self.used_state_dim + len(self.instructions)
-
-    @property
-    def text_limit(self) -> int | None:
-        """1 (the index of the instruction) if there are instructions, else None."""
-        return 1 if self.instructions else None
-
-    @property
-    def prompt_transform(self) -> RowTransform:
-        from openpi_train.data.robot.transforms import NumberPrompt
-
-        return NumberPrompt(self.instructions) if self.instructions else super().prompt_transform
 
     @property
     def network(self) -> Denoiser:
@@ -140,7 +124,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
         sizes: dict[str, Any] = {"widths": self.encoder_widths, "num_keypoints": self.num_keypoints}
-        encoders = {name: ResNet18(self.pooling, **sizes, dtype=self.compute_dtype, rngs=rngs) for name in names}
+        encoders = {name: ResNet18(self.pooling, **sizes, dtype=self.compute.dtype, rngs=rngs) for name in names}
         return DiffusionPolicy(
             encoders,
             self.network.build(self, rngs),

@@ -252,7 +252,7 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
             f"the actions of {stored.where} are {actions.in_words()}, and those of diffusion_policy's are absolute: "
             "train with a robot whose actions are, or convert --to lerobot"
         )
-    normalizer = _normalizer(stored, sorted(model.cameras), settings.get(NORMALIZATION) or model.normalization)
+    normalizer = _normalizer(stored, sorted(model.cameras), settings.get(NORMALIZATION) or model.rows.normalization)
     params, layout = to_torch(stored.params, _same_order(model)), _layout(model, sorted(model.cameras))
     create = Call(Name("__builtin__", "getattr"), (Name("omegaconf", "OmegaConf"), "create"))
 

@@ -4,7 +4,7 @@ To all else the model is its policy. Read next: `reference.py`, `actor_critic.py
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from openpi_train.models.language.language import LanguageConfig
 from openpi_train.models.language.language_part import LanguageBasedConfig
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.vocabulary import TokenScores
 
 # What the paths of each part begin with.
@@ -53,12 +54,13 @@ class AccompaniedConfig(LanguageBasedConfig):
     # The model, without an adapter.
     policy: LanguageConfig
 
-    def __post_init__(self):
-        if self.policy.adapter.enabled:
-            raise ValueError(
-                "a policy with an adapter is its own reference, without the adapter: train the "
-                f"{type(self.policy).__name__} itself"
-            )
+    def problems(self) -> list[str]:
+        if not self.policy.adapter.enabled:
+            return []
+        return [
+            "a policy with an adapter is its own reference, without the adapter: train the "
+            f"{type(self.policy).__name__} itself"
+        ]
 
     @property
     def inner(self) -> LanguageConfig:
@@ -72,26 +74,17 @@ class AccompaniedConfig(LanguageBasedConfig):
         """The policy's, without its adapters."""
         return self.policy.smaller_runs[1:]
 
-    def public_name(self, path: str) -> str:
-        """The policy's parameters have Hugging Face's names; those of others have theirs after the part's name."""
-        if path.startswith(POLICY):
-            return self.policy.public_name(path.removeprefix(POLICY))
-        part = next(part for part in (REFERENCE, CRITIC) if path.startswith(part))
-        return part + self.policy.public_name(path.removeprefix(part))
+    @property
+    def param_rules(self) -> ParamRules:
+        """A frozen reference is float32: a rounded one differs from the policy before the first step."""
+        return dataclasses.replace(ParamRules.of_parts(self.rules_of_parts), frozen_dtype=lambda _: jnp.float32)
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        """The policy's."""
-        return {name: f"{POLICY}(?:{pattern})" for name, pattern in self.policy.parameter_groups.items()}
-
-    def frozen(self, path: str) -> bool:
-        """The reference, if there is one."""
-        return path.startswith(REFERENCE)
-
-    def frozen_dtype(self, path: str) -> Any:
-        """float32: a rounded reference differs from the policy before the first step."""
-        del path
-        return jnp.float32
+    def rules_of_parts(self) -> dict[str, ParamRules]:
+        """The policy's parameters have Hugging Face's names; a reference's have them after its own, and are frozen."""
+        policy = self.policy.param_rules
+        reference = dataclasses.replace(policy.published_below(REFERENCE), groups={}, frozen=lambda _: True)
+        return {POLICY: policy, REFERENCE: reference}
 
 
 def policy_of(model: ModelConfig) -> tuple[LanguageConfig, str] | None:

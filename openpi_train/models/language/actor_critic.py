@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.accompanied import CRITIC, POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.reward import RewardConfig, RewardModel
+from openpi_train.models.model_config import Base
+from openpi_train.models.param_rules import ParamRules
 
 
 class ActorAndCritic(AccompaniedPolicy):
@@ -57,19 +59,19 @@ class ActorCriticConfig(AccompaniedConfig):
             problems.append(f"objective {name} compares with a reference: give --model.with-reference")
         return problems
 
-    def public_name(self, path: str) -> str:
-        """As those of a policy and a reward model, the latter after `critic/`."""
-        if path.startswith(CRITIC):
-            return CRITIC + self.critic.public_name(path.removeprefix(CRITIC))
-        return super().public_name(path)
+    @property
+    def rules_of_parts(self) -> dict[str, ParamRules]:
+        """Those of a policy, its reference and a reward model, which is the group `critic`."""
+        critic = dataclasses.replace(self.critic.param_rules.published_below(CRITIC), groups={"critic": ".*"})
+        return {**super().rules_of_parts, CRITIC: critic}
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        """The policy's, and `critic`."""
-        return {"critic": f"{CRITIC}.*", **super().parameter_groups}
-
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parts start from the same, but for the critic's head, which is newly made."""
+    def base(self) -> Base:
+        """The policy's model: all parts start from the same, but for the critic's head, which is newly made."""
         parts = (POLICY, REFERENCE) if self.with_reference else (POLICY,)
-        found = {part + path: leaf for part in parts for path, leaf in params.items()}
-        return found | {CRITIC + path: leaf for path, leaf in self.critic.from_base(params).items()}
+
+        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+            found = {part + path: leaf for part in parts for path, leaf in params.items()}
+            return found | {CRITIC + path: leaf for path, leaf in self.critic.base.start(params).items()}
+
+        return Base(model=self.policy, start=start)

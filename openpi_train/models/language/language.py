@@ -12,14 +12,15 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.fields import at_least
+from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.language.hf_config import Family, family_of, sizes_of
 from openpi_train.models.language.hf_names import PARTS, explain_hf, hf_name
-from openpi_train.nn.attention import Heads
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, merge_lora
-from openpi_train.parallel.tensor import check_sizes
 
 
 @runtime_checkable
@@ -33,7 +34,16 @@ class PackedTexts(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageConfig(TransformerConfig):
+class TextModelConfig(ModelConfig):
+    """A model of texts: a language model, or one that is made of it."""
+
+    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
+        del draws
+        return (batch.segments > 0).sum()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageConfig(TransformerConfig, TextModelConfig):
     """A language model: Gemma, Llama, SmolLM2, Qwen or Mistral, depending on its sizes.
 
     Low-rank adapters on all weights, with everything else frozen: `--model.adapter.rank 16`.
@@ -52,14 +62,13 @@ class LanguageConfig(TransformerConfig):
     # The longest context that it was trained for, in tokens.
     context_length: int = at_least(1, 2048)
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.sizes.check()
         if self.adapter.rank < 0:
             problems.append(f"adapter.rank {self.adapter.rank} must be at least 0")
         if self.adapter.enabled and not (self.adapter.attention or self.adapter.mlp):
             problems.append("adapter.rank is given and neither adapter.attention nor adapter.mlp")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @classmethod
     def published(cls, config: Mapping[str, Any], where: str, **fields: Any) -> "LanguageConfig":
@@ -70,28 +79,29 @@ class LanguageConfig(TransformerConfig):
         return cls(**(found | fields))
 
     def build(self, rngs: nnx.Rngs) -> Decoder:
+        compute = self.compute
         return Decoder(
             self.sizes,
             self.adapter,
-            dtype=self.compute_dtype,
-            remat=self.used_remat,
+            dtype=compute.dtype,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
 
     @property
-    def heads(self) -> Sequence[Heads]:
-        """None of its own if their products are capped (Gemma 2), which cuDNN does not."""
-        return (self.sizes.heads,) if self.sizes.attention_cap is None else ()
+    def compute(self) -> Compute:
+        """cuDNN computes no products that are capped (Gemma 2)."""
+        return dataclasses.replace(
+            super().compute,
+            heads=(self.sizes.heads,) if self.sizes.attention_cap is None else (),
+            shared_sizes={"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim},
+        )
 
     @property
     def smaller_runs(self) -> Sequence[str]:
         adapters = () if self.adapter.enabled else ("train low-rank adapters only: --model.adapter.rank 16",)
         return *adapters, "cut the texts shorter: --data.max-length"
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        shared = {"sizes.num_heads": self.sizes.num_heads, "sizes.mlp_dim": self.sizes.mlp_dim}
-        return check_sizes(shared, tensor_devices)
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         """As for all models; with an adapter the model without it is the reference."""
@@ -106,28 +116,16 @@ class LanguageConfig(TransformerConfig):
             )
         return problems
 
-    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
-        del draws
-        return (batch.segments > 0).sum()
-
-    def public_name(self, path: str) -> str:
-        """Hugging Face's name, without layer numbers."""
-        return hf_name(path, self.sizes)
-
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        return explain_hf(missing, extra, misshapen)
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return PARTS
-
-    def frozen(self, path: str) -> bool:
-        """With an adapter only its factors are trained."""
-        return self.adapter.enabled and not path.endswith(("/lora_a", "/lora_b"))
+    def param_rules(self) -> ParamRules:
+        """Hugging Face's names, without layer numbers. With an adapter only its factors are trained."""
+        return ParamRules(
+            public_name=lambda path: hf_name(path, self.sizes),
+            groups=PARTS,
+            frozen=lambda path: self.adapter.enabled and not path.endswith(("/lora_a", "/lora_b")),
+            explain=explain_hf,
+            merge_lora=lambda params: merge_lora(params, lambda _: self.adapter.scale, lambda _: None),
+        )
 
     def without_lora(self) -> "LanguageConfig":
         return dataclasses.replace(self, adapter=AdapterConfig())
-
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
-        return merge_lora(params, lambda _: self.adapter.scale, lambda _: None)

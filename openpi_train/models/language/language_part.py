@@ -5,19 +5,18 @@ Read next: `language.py`; `accompanied.py`, `reward.py`, which are made of one.
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxtyping import Array, Int
-
-from openpi_train.models.language.language import LanguageConfig, PackedTexts
+from openpi_train.models.compute import Compute
+from openpi_train.models.language.language import LanguageConfig, TextModelConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.nn.attention import Attention, Heads
+from openpi_train.nn.attention import Attention
 from openpi_train.nn.decoder_sizes import DecoderSizes
+from openpi_train.parallel.remat import Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageBasedConfig(ModelConfig, abc.ABC):
+class LanguageBasedConfig(TextModelConfig):
     """A model made of a language model, whose checkpoints start it: its sizes, and how it computes, are that one's."""
 
     # How the flags of the language model begin.
@@ -42,36 +41,11 @@ class LanguageBasedConfig(ModelConfig, abc.ABC):
         return self.inner.context_length
 
     @property
-    def compute_dtype(self) -> Any:
-        return self.inner.compute_dtype
+    def compute(self) -> Compute:
+        return self.inner.compute
 
-    @property
-    def needs_loss_scale(self) -> bool:
-        return self.inner.needs_loss_scale
-
-    def remat_choices(self) -> Mapping[str | None, "LanguageBasedConfig"]:
-        return {name: self.with_inner(language) for name, language in self.inner.remat_choices().items()}
-
-    @property
-    def attention_kind(self) -> Attention:
-        return self.inner.attention
-
-    @property
-    def attention_heads(self) -> Sequence[Heads]:
-        return self.inner.attention_heads
-
-    def with_attention(self, kind: Attention) -> "LanguageBasedConfig":
-        return self.with_inner(self.inner.with_attention(kind))
-
-    def check_tensor(self, tensor_devices: int) -> list[str]:
-        return self.inner.check_tensor(tensor_devices)
-
-    def num_tokens_seen(self, batch: PackedTexts, draws: int = 1) -> Int[Array, ""]:
-        return self.inner.num_tokens_seen(batch, draws)
-
-    @property
-    def base(self) -> LanguageConfig:
-        return self.inner
+    def with_compute(self, *, remat: Remat | None = None, attention: Attention | None = None) -> "LanguageBasedConfig":
+        return self.with_inner(self.inner.with_compute(remat=remat, attention=attention))
 
 
 def language_of(model: ModelConfig) -> LanguageConfig | None:

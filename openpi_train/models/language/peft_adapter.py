@@ -95,7 +95,7 @@ class Adapter:
             return {**params, **factors}
         # Sums are made, and kept, in float32.
         wide = {path: leaf.cast(np.dtype(np.float32)) for path, leaf in params.items()}
-        merged = merged_lora(adapted, wide | factors)
+        merged = merged_lora(adapted.param_rules, wide | factors)
         weights = {path.replace("/lora_a", "/weight") for path in factors}
         return {path: leaf if path in weights or path == SCORE else params[path] for path, leaf in merged.items()}
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from openpi_train.models.language.accompanied import POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.language import LanguageConfig
+from openpi_train.models.model_config import Base
 
 
 class PolicyAndReference(AccompaniedPolicy):
@@ -42,6 +43,11 @@ class ReferencedConfig(AccompaniedConfig):
     def build(self, rngs: nnx.Rngs) -> PolicyAndReference:
         return PolicyAndReference(self.policy, rngs)
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Policy and reference start from the same."""
-        return {part + path: leaf for part in (POLICY, REFERENCE) for path, leaf in params.items()}
+    @property
+    def base(self) -> Base:
+        """The policy's model: policy and reference start from the same."""
+
+        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+            return {part + path: leaf for part in (POLICY, REFERENCE) for path, leaf in params.items()}
+
+        return Base(model=self.policy, start=start)

@@ -11,8 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.language import LanguageConfig
 from openpi_train.models.language.language_part import LanguageBasedConfig
+from openpi_train.models.model_config import Base
+from openpi_train.models.param_rules import ParamRules
 
-DECODER, SCORE = "decoder/", "score/weight"
+DECODER, SCORE_HEAD = "decoder/", "score/"
+SCORE = f"{SCORE_HEAD}weight"
 
 
 class ScoreHead(nnx.Module):
@@ -81,29 +84,21 @@ class RewardConfig(LanguageBasedConfig):
     def build(self, rngs: nnx.Rngs) -> RewardModel:
         return RewardModel(self.decoder, rngs)
 
-    def public_name(self, path: str) -> str:
-        """Hugging Face's names of a model for sequence classification."""
-        return path if path == SCORE else self.decoder.public_name(path.removeprefix(DECODER))
-
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The decoder's parameters."""
-        return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
+    @property
+    def param_rules(self) -> ParamRules:
+        """Hugging Face's names of a model for sequence classification. With an adapter its factors and the head
+        train."""
+        score = ParamRules(groups={"score": ".*"}).published_below(SCORE_HEAD)
+        return ParamRules.of_parts({DECODER: self.decoder.param_rules, SCORE_HEAD: score})
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        """The language model's, and `score`."""
-        groups = self.language.parameter_groups.items()
-        return {"score": SCORE, **{name: f"{DECODER}(?:{pattern})" for name, pattern in groups}}
+    def base(self) -> Base:
+        """The language model, which starts the decoder."""
 
-    def frozen(self, path: str) -> bool:
-        """With an adapter only its factors and the head train."""
-        return path != SCORE and self.language.frozen(path.removeprefix(DECODER))
+        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+            return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
+
+        return Base(model=self.language, start=start)
 
     def without_lora(self) -> "RewardConfig":
         return dataclasses.replace(self, language=self.language.without_lora())
-
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
-        below = {path.removeprefix(DECODER): leaf for path, leaf in params.items() if path.startswith(DECODER)}
-        merged = {DECODER + path: leaf for path, leaf in self.language.merge_lora(below).items()}
-        return merged | {path: leaf for path, leaf in params.items() if not path.startswith(DECODER)}

@@ -5,16 +5,16 @@ Read next: `paligemma_network.py`, `docs/paligemma.md`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from flax import nnx
 
 from openpi_train.models import prompted
+from openpi_train.models.model_config import below_one
 from openpi_train.models.paligemma.paligemma_network import PaliGemmaFlow
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.row_text import PromptText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 _BACKBONE = "backbone/"
@@ -46,35 +46,28 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
     # Sizes of the flow head that differ from its variant's.
     head: GemmaOverrides = dataclasses.field(default_factory=GemmaOverrides)
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "max_token_len", "vocab_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems += below_one(self, "action_dim", "action_horizon", "max_token_len", "vocab_size")
         for part, sizes in self.decoders.items():
             problems += sizes.check(part)
         if self.decoders["head"].lora.enabled:
             problems.append("the head has no start weights for low-rank factors; use a plain variant")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def decoders(self) -> dict[str, GemmaConfig]:
-        """The sizes of language model and head, overrides applied."""
         return {
             "language": self.language.apply(self.paligemma_variant),
             "head": self.head.apply(self.head_variant),
         }
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        return tuple(decoder.heads for decoder in self.decoders.values())
-
-    @property
     def text(self) -> PromptText:
         return PromptText(limit=self.max_token_len, with_state=False)
 
     def build(self, rngs: nnx.Rngs) -> PaliGemmaFlow:
+        compute = self.compute
         return PaliGemmaFlow(
             **self.decoders,
             siglip=self.siglip,
@@ -82,54 +75,48 @@ class PaliGemmaFlowConfig(prompted.GemmaPolicyConfig):
             vocab_size=self.vocab_size,
             action_dim=self.action_dim,
             action_horizon=self.action_horizon,
-            dtype=self.compute_dtype,
-            remat=self.used_remat,
+            dtype=compute.dtype,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
 
-    def public_name(self, path: str) -> str:
-        """openpi's and big_vision's name for the backbone's parameters; the head's keep their own."""
-        return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return _GROUPS
+    def param_rules(self) -> ParamRules:
+        return ParamRules(
+            public_name=_public_name,
+            groups=_GROUPS,
+            frozen=self._frozen,
+            explain=_explain,
+            merge_lora=self._merge_lora,
+        )
 
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """Advice for a checkpoint of other sizes."""
-        del missing, extra
-        found = []
-        if any(name.endswith("/pos_embedding") for name in misshapen):
-            found.append("it is for images of another size: --model.image-size 224, 448 or 896, as its name says")
-        elif any(name.startswith("PaliGemma/img/") for name in misshapen):
-            found.append("the image tower has other sizes: --model.siglip")
-        if any(name.startswith("PaliGemma/llm/") for name in misshapen):
-            found.append(
-                "the language model has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
-            )
-        if any(name.startswith("head/") for name in misshapen):
-            found.append("the head has other sizes: --model.head-variant, --model.head, --model.action-dim")
-        return found
-
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """With low-rank adapters, the whole backbone except the adapters is frozen, including the image tower."""
         is_factor = path.endswith(("/lora_a", "/lora_b"))
         return self.decoders["language"].lora.enabled and path.startswith(_BACKBONE) and not is_factor
 
-    def decoder_of(self, path: str) -> GemmaConfig:
-        del path  # the head has no low-rank factors
-        return self.decoders["language"]
-
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + 1
 
-    @property
-    def shared_sizes(self) -> dict[str, int]:
-        language, head = self.decoders.values()
-        return {
-            "language.num_heads": language.num_heads,
-            "language.mlp_dim": language.mlp_dim,
-            "head.num_heads": head.num_heads,
-            "head.mlp_dim": head.mlp_dim,
-        }
+
+def _public_name(path: str) -> str:
+    """openpi's and big_vision's name for the backbone's parameters; the head's keep their own."""
+    return pi0_names.public_name(path.removeprefix(_BACKBONE)) if path.startswith(_BACKBONE) else path
+
+
+def _explain(missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
+    """Advice for a checkpoint of other sizes."""
+    del missing, extra
+    found = []
+    if any(name.endswith("/pos_embedding") for name in misshapen):
+        found.append("it is for images of another size: --model.image-size 224, 448 or 896, as its name says")
+    elif any(name.startswith("PaliGemma/img/") for name in misshapen):
+        found.append("the image tower has other sizes: --model.siglip")
+    if any(name.startswith("PaliGemma/llm/") for name in misshapen):
+        found.append(
+            "the language model has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
+        )
+    if any(name.startswith("head/") for name in misshapen):
+        found.append("the head has other sizes: --model.head-variant, --model.head, --model.action-dim")
+    return found

@@ -120,7 +120,7 @@ def check(config: Mapping[str, Any], model: GemmaPolicyConfig, equal: Mapping[st
         raise CheckpointError("\n".join([f"{where} does not fit the model:", *(f"  {text}" for text in problems)]))
     if (chunk := config.get("chunk_size", model.action_horizon)) != model.action_horizon:
         logger.warning("%s was trained on chunks of %d steps, the model has %d", where, chunk, model.action_horizon)
-    form, asked = FORMS[model.normalization], config.get("normalization_mapping", {})
+    form, asked = FORMS[model.rows.normalization], config.get("normalization_mapping", {})
     if odd := {kind: used for kind, used in asked.items() if kind in ("STATE", "ACTION") and used != form}:
         logger.warning("%s normalises by %s, the model here by %s: its actions are in other units", where, odd, form)
 

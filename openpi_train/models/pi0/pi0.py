@@ -6,16 +6,18 @@ Field names and defaults are openpi's where openpi has the field. Cameras are th
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from openpi_train.models import prompted
+from openpi_train.models.model_config import Base, below_one
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
 from openpi_train.models.row_text import PromptAndChunkText, PromptText, RowText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 
 
@@ -59,12 +61,10 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         flags = "--model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None"
         return f"train low-rank adapters only, as pi0_bridge_traj_lora: {flags}", small
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         language, action = self.experts.values()
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "prompt_limit", "vocab_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems += below_one(self, "action_dim", "action_horizon", "prompt_limit", "vocab_size")
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
             first, second = getattr(language, name), getattr(action, name)
             if first != second:
@@ -73,8 +73,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             problems += config.check(expert)
         if self.knowledge_insulation and not self.pi05:
             problems.append("knowledge_insulation needs pi0.5's prompt, which contains the state: also set pi05")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
     def experts(self) -> dict[str, GemmaConfig]:
@@ -85,9 +84,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         }
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        """The experts', which attend jointly."""
-        return (self.experts["language"].heads,)
+    def decoders(self) -> dict[str, GemmaConfig]:
+        """The experts, which attend jointly."""
+        return {"language": self.experts["language"], "action_expert": self.experts["action"]}
 
     @property
     def chunk_processor(self) -> str:
@@ -125,11 +124,11 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
     @property
-    def normalization(self) -> Literal["z_score", "quantile"]:
-        return "quantile" if self.pi05 else "z_score"
+    def rows(self) -> prompted.PromptedRows:
+        return dataclasses.replace(super().rows, normalization="quantile" if self.pi05 else "z_score")
 
     def build(self, rngs: nnx.Rngs) -> Pi0:
-        experts = self.experts
+        experts, compute = self.experts, self.compute
         return Pi0(
             language=experts["language"],
             action=experts["action"],
@@ -141,15 +140,11 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             adaptive=self.pi05,
             indicator=self.indicator,
             insulated=self.knowledge_insulation,
-            dtype=self.compute_dtype,
-            remat=self.used_remat,
+            dtype=compute.dtype,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
-
-    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
-        assert isinstance(module, Pi0)
-        module.fixed_prefix = "backbone" in groups
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
         problems = super().check_objective(name, needs)
@@ -168,21 +163,21 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return problems
 
     @property
-    def base(self) -> "Pi0Config | None":
+    def base(self) -> Base | None:
         """The same model without the indicator, whose vectors start at 0."""
-        return dataclasses.replace(self, indicator=False) if self.indicator else None
-
-    def public_name(self, path: str) -> str:
-        return pi0_names.public_name(path)
+        return Base(model=dataclasses.replace(self, indicator=False)) if self.indicator else None
 
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return pi0_names.GROUPS
+    def param_rules(self) -> ParamRules:
+        return ParamRules(
+            public_name=pi0_names.public_name,
+            groups=pi0_names.GROUPS,
+            frozen=self._frozen,
+            explain=functools.partial(pi0_names.explain, self.pi05),
+            merge_lora=self._merge_lora,
+        )
 
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        return pi0_names.explain(self.pi05, missing, extra, misshapen)
-
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """An expert with LoRA is frozen except its factors (as openpi's `get_freeze_filter`); images and heads
         train."""
         parts = path.split("/")
@@ -198,12 +193,3 @@ class Pi0Config(prompted.GemmaPolicyConfig):
 
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + (0 if self.pi05 else 1)
-
-    @property
-    def shared_sizes(self) -> dict[str, int]:
-        language, action = self.experts.values()
-        return {
-            "num_heads": language.num_heads,
-            "language.mlp_dim": language.mlp_dim,
-            "action_expert.mlp_dim": action.mlp_dim,
-        }

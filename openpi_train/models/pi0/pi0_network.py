@@ -74,7 +74,6 @@ class Pi0(nnx.Module):
         self.action_horizon = action_horizon
         self.adaptive = adaptive
         self.insulated = insulated
-        # Whether nothing trains of what the prefix goes through, which then has no backward pass.
         self.fixed_prefix = False
         width = action.width
         compute: Any = {"dtype": dtype, "remat": remat, "attention": attention}
@@ -101,6 +100,10 @@ class Pi0(nnx.Module):
         self.action_out_proj = linear(width, action_dim)
         if indicator:
             self.indicator = nnx.Param(jnp.zeros((NUM_TOLD, width)))
+
+    def leave_fixed(self, groups: Collection[str]) -> None:
+        """With a fixed backbone the prefix has no backward pass."""
+        self.fixed_prefix = "backbone" in groups
 
     def context(self, observation: Observation) -> Context:
         """Run the prefix; returns the context that every velocity for this observation needs."""

@@ -6,18 +6,18 @@ Field names and defaults are openpi's where openpi has the field. Read next: `pi
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.models import prompted
+from openpi_train.models.model_config import below_one
+from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0_fast.action_tokens import ActionTokens
 from openpi_train.models.pi0_fast.pi0_fast_network import Decoding, Pi0Fast
 from openpi_train.models.row_text import PromptAndChunkText
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.types import ActionBatch, RolloutBatch
 
@@ -47,13 +47,10 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
     # nothing.
     black_cameras: bool = False
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.siglip.check(self.image_size) + self.sizes.check("language")
-        for name in ("action_dim", "action_horizon", "max_token_len", "max_decoding_steps", "vocab_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        problems += below_one(self, "action_dim", "action_horizon", "max_token_len", "max_decoding_steps", "vocab_size")
+        return problems
 
     @property
     def sizes(self) -> GemmaConfig:
@@ -61,8 +58,8 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         return self.language.apply(self.paligemma_variant)
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        return (self.sizes.heads,)
+    def decoders(self) -> dict[str, GemmaConfig]:
+        return {"language": self.sizes}
 
     @property
     def text(self) -> PromptAndChunkText:
@@ -88,10 +85,11 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         return dataclasses.replace(self, fast_tokenizer=path)
 
     @property
-    def normalization(self) -> Literal["z_score", "quantile"]:
-        return "quantile"
+    def rows(self) -> prompted.PromptedRows:
+        return dataclasses.replace(super().rows, normalization="quantile", slots=self.camera_slots)
 
     def build(self, rngs: nnx.Rngs) -> Pi0Fast:
+        compute = self.compute
         return Pi0Fast(
             language=self.sizes,
             siglip=self.siglip,
@@ -99,23 +97,14 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
             vocab_size=self.vocab_size,
             slots=self.camera_slots,
             black_slots=self.camera_slots if self.black_cameras else (),
-            dtype=self.compute_dtype,
+            dtype=compute.dtype,
             decoding=self.decoding,
             max_decoded_tokens=self.max_decoding_steps,
             read_actions=ActionTokens(self.fast_tokenizer, self.vocab_size, self.action_horizon, self.action_dim),
-            remat=self.used_remat,
+            remat=compute.remat,
             attention=self.attention,
             rngs=rngs,
         )
-
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
-        """The batch's shapes. Raises ValueError for a camera slot that the model does not have."""
-        if unknown := sorted(set(cameras) - set(self.camera_slots)):
-            raise ValueError(
-                f"the model has no camera slot {', '.join(unknown)}; it has {', '.join(self.camera_slots)}: rename the "
-                "robot's (--data.datasets.N.robot.cameras), or set --model.camera-slots"
-            )
-        return super().batch_spec(batch_size, cameras, text_length)
 
     def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
         seen = batch.observation
@@ -123,27 +112,17 @@ class Pi0FastConfig(prompted.GemmaPolicyConfig):
         black = absent * self.siglip.num_tokens(self.image_size) * math.prod(seen.prompt_mask.shape[:-1])
         return super().num_tokens_seen(batch, draws) + black
 
-    def public_name(self, path: str) -> str:
-        return pi0_names.public_name(path)
-
-    def explain(self, missing: list[str], extra: list[str], misshapen: list[str]) -> list[str]:
-        """Advice for a checkpoint of another model, or of other sizes."""
-        del missing
-        return pi0_names.explain_fast(extra, misshapen)
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return pi0_names.GROUPS
+    def param_rules(self) -> ParamRules:
+        return ParamRules(
+            public_name=pi0_names.public_name,
+            groups=pi0_names.GROUPS,
+            frozen=self._frozen,
+            explain=lambda missing, extra, misshapen: pi0_names.explain_fast(extra, misshapen),
+            merge_lora=self._merge_lora,
+        )
 
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """With LoRA the language model is frozen except the factors (as openpi's `get_freeze_filter`)."""
         root, *_, leaf = path.split("/")
         return self.sizes.lora.enabled and root == "transformer" and leaf not in ("lora_a", "lora_b")
-
-    def decoder_of(self, path: str) -> GemmaConfig:
-        del path
-        return self.sizes
-
-    @property
-    def shared_sizes(self) -> dict[str, int]:
-        return {"num_heads": self.sizes.num_heads, "language.mlp_dim": self.sizes.mlp_dim}

@@ -6,17 +6,18 @@ those of SmolVLM2-500M. Read next: `smolvla_network.py`.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
-from openpi_train.models.model_config import RowTransform
-from openpi_train.models.prompted import PromptedConfig
+from openpi_train.models.compute import Compute
+from openpi_train.models.model_config import below_one
+from openpi_train.models.param_rules import ParamRules
+from openpi_train.models.prompted import PromptedConfig, PromptedRows
 from openpi_train.models.row_text import PromptText
 from openpi_train.models.smolvla.smolvla_network import SmolVla
-from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.siglip import SiglipConfig
 
@@ -70,11 +71,11 @@ class SmolVlaConfig(PromptedConfig):
     # Train the projection of the state, which the language model reads.
     train_state_proj: bool = True
 
-    def __post_init__(self):
+    def problems(self) -> list[str]:
         problems = self.siglip.check(self.image_size)
-        for name in ("action_dim", "action_horizon", "max_token_len", "pixel_shuffle", "self_attn_every_n_layers"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} {getattr(self, name)} must be at least 1")
+        problems += below_one(
+            self, "action_dim", "action_horizon", "max_token_len", "pixel_shuffle", "self_attn_every_n_layers"
+        )
         problems += self.language.check()
         if not problems and (self.image_size // self.siglip.patch_size) % self.pixel_shuffle:
             problems.append(
@@ -91,13 +92,13 @@ class SmolVlaConfig(PromptedConfig):
                 f"the expert's width, width {self.width} times expert_width_multiplier "
                 f"{self.expert_width_multiplier}, must be even, and at least 2: it is {self.expert.width}"
             )
-        if problems:
-            raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
+        return problems
 
     @property
-    def window(self) -> WindowShape:
+    def rows(self) -> PromptedRows:
         """The present step and a chunk from it on, all of which is executed, as LeRobot does (`n_action_steps`)."""
-        return WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        window = WindowShape(horizon=self.action_horizon, execute=self.action_horizon)
+        return dataclasses.replace(super().rows, window=window, into_corner=True)
 
     @property
     def language(self) -> DecoderSizes:
@@ -123,9 +124,9 @@ class SmolVlaConfig(PromptedConfig):
         return dataclasses.replace(self.language, width=width, mlp_dim=-(-hidden // _MLP_UNIT) * _MLP_UNIT)
 
     @property
-    def decoder_heads(self) -> Sequence[Heads]:
-        """The language model's, which are the expert's."""
-        return (self.language.heads,)
+    def compute(self) -> Compute:
+        """The expert's heads are the language model's."""
+        return dataclasses.replace(super().compute, heads=(self.siglip.heads, self.language.heads))
 
     @property
     def text(self) -> PromptText:
@@ -138,25 +139,14 @@ class SmolVlaConfig(PromptedConfig):
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + 1
 
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
-        # Imported here: image libraries are only needed where rows are made.
-        from openpi_train.data.robot.transforms import ResizeImages
-
-        _, *others = super().transforms(tokenizer, text_length)
-        return ResizeImages(self.image_size, into_corner=True), *others
-
     def build(self, rngs: nnx.Rngs) -> SmolVla:
         return SmolVla(self, rngs=rngs)
 
-    def leave_fixed(self, module: nnx.Module, groups: Collection[str]) -> None:
-        assert isinstance(module, SmolVla)
-        module.fixed_backbone = "backbone" in groups
-
     @property
-    def parameter_groups(self) -> Mapping[str, str]:
-        return {"vision": _VISION, "backbone": _BACKBONE}
+    def param_rules(self) -> ParamRules:
+        return ParamRules(groups={"vision": _VISION, "backbone": _BACKBONE}, frozen=self._frozen)
 
-    def frozen(self, path: str) -> bool:
+    def _frozen(self, path: str) -> bool:
         """What LeRobot keeps fixed, and what computes nothing here."""
         match path.split("/")[0]:
             case "image_encoder":

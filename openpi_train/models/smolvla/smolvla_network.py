@@ -9,6 +9,7 @@ Read next: `smolvla.py`, which configures and builds it, `nn/decoder.py`, `objec
 """
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -51,7 +52,7 @@ class ExpertLayers(nnx.Module):
 
     def __init__(self, config: "SmolVlaConfig", *, rngs: nnx.Rngs):
         def layer(seen_width: int | None) -> LanguageLayer:
-            compute: Any = {"dtype": config.compute_dtype, "attention": config.attention}
+            compute: Any = {"dtype": config.compute.dtype, "attention": config.attention}
             return LanguageLayer(config.expert, AdapterConfig(), **compute, rngs=rngs, seen_width=seen_width)
 
         self.among = layer(None)
@@ -87,12 +88,10 @@ class SmolVla(nnx.Module):
 
     def __init__(self, config: "SmolVlaConfig", *, rngs: nnx.Rngs):
         self.config = config
-        # Whether nothing trains of image tower, connector and language model: only the state then has a backward pass
-        # through them.
         self.fixed_backbone = False
         language, expert = config.language, config.expert
-        dtype = config.compute_dtype
-        compute: Any = {"dtype": dtype, "remat": config.used_remat, "attention": config.attention}
+        dtype = config.compute.dtype
+        compute: Any = {"dtype": dtype, "remat": config.compute.remat, "attention": config.attention}
         self.image_encoder = Siglip(config.siglip, config.image_size, None, **compute, rngs=rngs)
         square = config.siglip.width * config.pixel_shuffle**2
         self.connector = nnx.Linear(square, language.width, use_bias=False, dtype=dtype, rngs=rngs)
@@ -112,6 +111,10 @@ class SmolVla(nnx.Module):
         self.action_time_mlp_in = linear(2 * expert.width, expert.width)
         self.action_time_mlp_out = linear(expert.width, expert.width)
         self.action_out_proj = linear(expert.width, config.action_dim)
+
+    def leave_fixed(self, groups: Collection[str]) -> None:
+        """With image tower, connector and language model fixed only the state has a backward pass through them."""
+        self.fixed_backbone = "backbone" in groups
 
     def context(self, observation: Observation) -> SmolVlaContext:
         """Run the prefix; returns the context that every velocity for this observation needs. Not for training."""
@@ -146,7 +149,7 @@ class SmolVla(nnx.Module):
         every = config.self_attn_every_n_layers
         grouped = tuple(one.reshape(-1, every, *one.shape[1:]) for one in (seen.keys, seen.values))
         with jax.named_scope("expert"):
-            x, _ = scan_layers(self.expert, layers, x.astype(config.compute_dtype), grouped, remat=config.used_remat)
+            x, _ = scan_layers(self.expert, layers, x.astype(config.compute.dtype), grouped, remat=config.compute.remat)
         with jax.named_scope("action_head"):
             return self.action_out_proj(self.expert_norm(x)[0]).reshape(noisy_actions.shape)
 

@@ -46,10 +46,10 @@ class ModelReward:
         run_model = policy_of(running.trainer.model)
         dtype = model.language.dtype if run_model is None else run_model[0].dtype
         model = dataclasses.replace(model, language=dataclasses.replace(model.language, remat="none", dtype=dtype))
-        model = model.with_attention("auto")  # which every device has
+        model = model.with_compute(attention="auto")  # which every device has
         graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
         devices: Any = running.trainer.devices
-        self._devices = devices = dataclasses.replace(devices, graphdef=graphdef, dtype=model.compute_dtype)
+        self._devices = devices = dataclasses.replace(devices, graphdef=graphdef, dtype=model.compute.dtype)
         leaves = checkpoint_formats.model_params(stored, model)
         self._params = {
             path: place(leaf, np.dtype(np.float32), devices.plan.tree("state", {path: leaf})[path])

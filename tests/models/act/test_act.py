@@ -40,26 +40,26 @@ def compiled(config, function):
 
 def test_rows_are_what_the_config_says():
     batch = act_case.batch()
-    spec = SEEING.batch_spec(len(batch.row), SEEING.cameras)
+    spec = SEEING.rows.batch_spec(len(batch.row), SEEING.cameras)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), batch
     )
-    assert (SEEING.window.history, SEEING.window.num_ahead, SEEING.normalization) == (1, 6, "z_score")
+    assert (SEEING.rows.window.history, SEEING.rows.window.num_ahead, SEEING.rows.normalization) == (1, 6, "z_score")
 
 
 def test_the_published_size_is_lerobots():
     """51,613,582 trained parameters, as LeRobot 0.6.1 counts with the same features; 19,200 numbers of batch norms."""
     config = ActConfig()
     sizes = {path: leaf.size for path, leaf in module_params(nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))).items()}
-    fixed = {path for path in sizes if config.frozen(path)}
+    fixed = {path for path in sizes if config.param_rules.frozen(path)}
     assert sum(sizes[path] for path in sizes.keys() - fixed) == 51_613_582
     assert sum(sizes[path] for path in fixed) == 19_200
     assert all("norm" in path and path.startswith("backbone/") for path in fixed)
-    assert {config.frozen_dtype(path) for path in fixed} == {jnp.float32}
+    assert {config.param_rules.frozen_dtype(path) for path in fixed} == {jnp.float32}
     # --freeze vision is the whole backbone, in bfloat16 where nothing else is said.
-    backbone = {path for path in sizes if re.fullmatch(config.parameter_groups["vision"], path)}
+    backbone = {path for path in sizes if re.fullmatch(config.param_rules.groups["vision"], path)}
     assert sum(sizes[path] for path in backbone) == 11_176_512 + 9_600
-    assert config.frozen_dtype("backbone/stem/kernel") == jnp.bfloat16
+    assert config.param_rules.frozen_dtype("backbone/stem/kernel") == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_step_is_traced_with_layers_gathered_one_by_one():
     optimizer = AdamW(rate_mask="^decoder/", rate_factor=0.1)
     trainer, layout = make_trainer(config, plan, optimizer, LRSchedule(), objective=OBJECTIVE, accum=2, ema=None)
     with jax.set_mesh(plan.real_mesh):
-        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.batch_spec(4, ()))
+        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.rows.batch_spec(4, ()))
     metrics = traced.out_info[1]
     assert {"loss", "l1", "kl", "grad_norm"} <= metrics.keys()
     assert len(layout.shapes.params) == len(module_params(nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))))

@@ -65,7 +65,7 @@ def test_gradient_of_every_parameter_has_lerobots_norm(ours):
     least, apart, seen = act_case.RECORDED.facts["sizes"]["least"], {}, []
     for path, grad in ours[0].items():
         for place, tensor in layout(path, grad.shape).tensors.items():
-            if CONFIG.frozen(path):
+            if CONFIG.param_rules.frozen(path):
                 assert f"grad/model.{tensor}" not in IO  # a buffer there
                 continue
             wanted = IO[f"grad/model.{tensor}"]
@@ -90,10 +90,10 @@ def test_executed_actions_are_those_of_lerobots_temporal_ensemble():
 def test_rows_are_normalised_as_lerobots_processors_do(stored):
     stats = parse_norm_stats(stored.norm_stats["lerobot"], "the folder")
     for name in ("state", "actions"):
-        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.normalization)
+        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.rows.normalization)
         # Here 1e-6 is added to a scale of 0.5 and more, there 1e-8.
         np.testing.assert_allclose(normal, IO[f"norm/{name}"], rtol=4e-6, atol=2e-6)
-    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.normalization)
+    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.rows.normalization)
     np.testing.assert_allclose(back, IO["norm/back"], rtol=4e-6, atol=4e-6)
 
 

@@ -66,16 +66,16 @@ def model():
 
 
 def test_rows_are_what_the_config_says():
-    spec = CONFIG.batch_spec(ROWS, CONFIG.cameras)
+    spec = CONFIG.rows.batch_spec(ROWS, CONFIG.cameras)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), rows()
     )
-    window = CONFIG.window
+    window = CONFIG.rows.window
     assert (window.history, window.first_action, window.pad_before, window.pad_after) == (2, -1, 1, 3)
     with pytest.raises(
         ValueError, match=r"cameras front, wrist, the run's robots fill front: set --model.cameras front"
     ):
-        CONFIG.batch_spec(ROWS, ["front"])
+        CONFIG.rows.batch_spec(ROWS, ["front"])
 
 
 def test_dims_are_never_padded():
@@ -281,9 +281,9 @@ STATES = DiffusionPolicyConfig(
 
 
 def test_a_policy_from_states_alone_tells_instructions_apart():
-    model, spec = STATES.build(nnx.Rngs(0)), STATES.batch_spec(ROWS, ())
-    assert not model.encoders and STATES.text_limit == 1 and CONFIG.text_limit is None
-    number, *rest = [step for step in STATES.transforms(None) if isinstance(step, NumberPrompt)]
+    model, spec = STATES.build(nnx.Rngs(0)), STATES.rows.batch_spec(ROWS, ())
+    assert not model.encoders and STATES.rows.text_limit == 1 and CONFIG.rows.text_limit is None
+    number, *rest = [step for step in STATES.rows.transforms(None) if isinstance(step, NumberPrompt)]
     row = number({"prompt": "turn", "state": np.zeros(2)})
     assert not rest and "prompt" not in row
     assert (row["prompt_tokens"].tolist(), row["prompt_tokens"].dtype) == ([2], np.int32) and row["prompt_mask"].all()

@@ -22,7 +22,7 @@ def test_diffusion_policy_gives_our_actions_in_the_checkpoint_that_we_write(name
     assert diffusion_exports.digest(tmp_path / name) == RECORDED[name]["digest"]
     found = diffusion_exports.computed(name)
     # It executes the first `n_action_steps` from the present step on.
-    found["actions"] = found["actions"][: diffusion_exports.model_of(name).window.num_executed]
+    found["actions"] = found["actions"][: diffusion_exports.model_of(name).rows.window.num_executed]
     for key, value in found.items():
         # Rounding of float32: scale and offset there, mean and deviation here.
         np.testing.assert_allclose(value, RECORDED[name][key], rtol=2e-6, atol=2e-6, err_msg=key)

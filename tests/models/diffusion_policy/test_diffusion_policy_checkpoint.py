@@ -46,12 +46,12 @@ def narrow(monkeypatch):
 def test_loss_and_chunk_are_diffusion_policys_from_the_robots_units_on(stored):
     stats = parse_norm_stats(stored.norm_stats["diffusion_policy"], "the file")
     state, actions = (
-        normalize(IO[f"in/{name}"], stats[name], CONFIG.normalization).astype(np.float32)
+        normalize(IO[f"in/{name}"], stats[name], CONFIG.rows.normalization).astype(np.float32)
         for name in ("state", "actions")
     )
     batch = batch_of({"head_camera": IO["in/image"]}, state, actions)
     loss, chunk = computed(stored, CONFIG, SIZES, batch, IO)
-    found = {"out/loss": loss, "out/chunk": unnormalize(chunk, stats["actions"], CONFIG.normalization)}
+    found = {"out/loss": loss, "out/chunk": unnormalize(chunk, stats["actions"], CONFIG.rows.normalization)}
     apart = {key: np.abs(value - IO[key]).max() / np.abs(IO[key]).max() for key, value in found.items()}
     print({key: f"{value:.1e}" for key, value in apart.items()}, "torch's float32:", RECORDED.facts["float32"])
     # Rounding of float32, of which torch's own has up to 1.7e-6 in chunks.

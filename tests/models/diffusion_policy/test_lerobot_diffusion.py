@@ -64,9 +64,9 @@ def test_loss_and_chunk_are_lerobots(stored):
 def test_rows_are_normalised_as_lerobots_processors_do(stored):
     stats = parse_norm_stats(stored.norm_stats["lerobot"], "the folder")
     for name in ("state", "actions"):
-        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.normalization)
+        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.rows.normalization)
         np.testing.assert_allclose(normal, IO[f"norm/{name}"], rtol=1e-6, atol=1e-6)
-    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.normalization)
+    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.rows.normalization)
     np.testing.assert_allclose(back, IO["norm/back"], rtol=1e-6, atol=1e-6)
 
 

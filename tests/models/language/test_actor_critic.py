@@ -36,7 +36,7 @@ def test_a_value_is_the_head_of_the_critics_own_activations():
 def test_all_parts_start_from_one_checkpoint_but_the_critics_head():
     start = module_params(LANGUAGE.build(nnx.Rngs(3)))
     for model, parts in ((PAIR, ("policy/",)), (TRIO, ("policy/", "reference/"))):
-        found = model.from_base(start)
+        found = model.base.start(start)
         assert found.keys() == parameter_shapes(model).keys() - {"critic/score/weight"}
         for path, leaf in start.items():
             assert all(found[part + path] is leaf for part in parts)
@@ -44,7 +44,7 @@ def test_all_parts_start_from_one_checkpoint_but_the_critics_head():
 
 
 def test_policy_and_critic_train_and_the_reference_does_not():
-    frozen = {path for path in parameter_shapes(TRIO) if TRIO.frozen(path)}
+    frozen = {path for path in parameter_shapes(TRIO) if TRIO.param_rules.frozen(path)}
     assert frozen == {path for path in parameter_shapes(TRIO) if path.startswith("reference/")} != set()
     names = parameter_names(TRIO)
     assert names["critic/score/weight"] == "critic/score/weight"

@@ -104,7 +104,7 @@ def train(model, strategy="replicated", fsdp=1, tensor=1, devices=1, accum=1, of
     )
     history = []
     with jax.set_mesh(plan.real_mesh):
-        state = create_state(layout, model, trainer.optimizer, model.frozen, True, 7)
+        state = create_state(layout, model, trainer.optimizer, model.param_rules.frozen, True, 7)
         step = trainer.compile_step(
             layout.shardings, state, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, texts(0)))
         )
@@ -155,7 +155,7 @@ def test_offload_changes_no_bit(alone):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_it_trains_in_sixteen_bits(alone, dtype):
     model = dataclasses.replace(MODEL, dtype=dtype)
-    assert model.needs_loss_scale == (dtype == "float16")
+    assert model.compute.needs_loss_scale == (dtype == "float16")
     history, state, _ = train(model, "zero3", fsdp=4, devices=4, scaling=LossScaling() if dtype == "float16" else None)
     np.testing.assert_allclose(np.array(history)[:, 0], np.array(alone[0])[:, 0], rtol=2e-2)
     assert all(leaf.dtype == jnp.float32 for leaf in state.params.values())
@@ -169,7 +169,7 @@ def test_with_an_adapter_only_its_factors_train_and_it_folds_into_the_weights():
     assert len(state.params) == 10
     graphs = [nnx.split(nnx.eval_shape(lambda m=m: m.build(nnx.Rngs(0))))[0] for m in (model, model.without_lora())]
     params = {path: leaf.astype(jnp.float32) for path, leaf in {**state.frozen, **state.params}.items()}
-    merged, tokens = model.merge_lora(params), jnp.asarray(texts(0).tokens)
+    merged, tokens = model.param_rules.merge_lora(params), jnp.asarray(texts(0).tokens)
     apart, folded = (
         merge_module(graph, leaves)(tokens) for graph, leaves in zip(graphs, (params, merged), strict=True)
     )
@@ -198,7 +198,7 @@ def test_texts_are_continued_on_many_devices_as_on_one(fsdp, tensor):
     graph, params = nnx.split(module)[0], module_params(module)
     batch = jax.tree.map(jnp.asarray, texts(0))
     expected = jax.jit(lambda params: scores(graph, params, batch))(params)
-    many = Devices(plan, MODEL.compute_dtype, graph)
+    many = Devices(plan, MODEL.compute.dtype, graph)
     with jax.set_mesh(mesh):
         run = jax.jit(
             lambda params, batch: many.rows(lambda params, batch, _: scores(graph, params, batch), params, batch, None),
@@ -227,7 +227,7 @@ def test_groups_of_parameters_can_be_frozen_by_name():
     paths = set(parameter_shapes(MODEL))
     groups = {
         name: {path for path in paths if re.fullmatch(pattern, path)}
-        for name, pattern in MODEL.parameter_groups.items()
+        for name, pattern in MODEL.param_rules.groups.items()
     }
     assert groups["embeddings"] == {"token_embedding", "head"}
     assert "layers/attention/query_norm/scale" in groups["norms"] and "final_norm/scale" in groups["norms"]
@@ -239,10 +239,10 @@ def test_what_cannot_be_is_named():
         dataclasses.replace(MODEL, sizes=dataclasses.replace(SIZES, num_heads=3), adapter=AdapterConfig(rank=-1))
     with pytest.raises(ValueError, match=r"neither adapter\.attention nor adapter\.mlp"):
         dataclasses.replace(MODEL, adapter=AdapterConfig(rank=1, attention=False, mlp=False))
-    (problem,) = MODEL.check_tensor(3)
+    (problem,) = MODEL.compute.check_tensor(3)
     assert problem.startswith(
         "--sharding.tensor-devices 3 does not divide the model's sizes.num_heads 4, sizes.mlp_dim 32"
     )
     (problem,) = MODEL.check_objective("NextToken", frozenset({"logits"}))
     assert "which model LanguageConfig does not provide (it has: token_scores)" in problem
-    assert set(dataclasses.replace(MODEL, remat="auto").remat_choices()) == set(get_args(Remat))
+    assert set(dataclasses.replace(MODEL, remat="auto").compute.remat_choices) == set(get_args(Remat))

@@ -12,6 +12,7 @@ from flax import nnx
 
 from openpi_train.interop.openpi import parameter_names, parameter_shapes
 from openpi_train.models.language import LanguageConfig
+from openpi_train.models.language.language_part import with_language
 from openpi_train.models.language.reference import ReferencedConfig
 from openpi_train.models.language.reward import RewardConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -52,11 +53,11 @@ def test_reward_model_is_published_as_one_of_sequence_classification():
 
 def test_reward_models_adapter_and_head_train_and_fold():
     model = RewardConfig(language=ADAPTED)
-    trained = {path for path in parameter_shapes(model) if not model.frozen(path)}
+    trained = {path for path in parameter_shapes(model) if not model.param_rules.frozen(path)}
     assert "score/weight" in trained and all("lora" in path for path in trained - {"score/weight"})
-    assert len(trained) == 11 and not any(map(REWARD.frozen, parameter_shapes(REWARD)))
+    assert len(trained) == 11 and not any(map(REWARD.param_rules.frozen, parameter_shapes(REWARD)))
     params = {path: jnp.ones(shape) for path, shape in parameter_shapes(model).items()}
-    merged = model.merge_lora(params)
+    merged = model.param_rules.merge_lora(params)
     assert {path: leaf.shape for path, leaf in merged.items()} == parameter_shapes(model.without_lora())
     assert float(merged["decoder/layers/mlp/down/weight"][0, 0, 0]) == 1 + 2 * 8.0  # rank 2, alpha 16
 
@@ -69,14 +70,14 @@ def test_parts_layers_are_gathered_one_by_one_and_its_groups_are_frozen_by_name(
     assert stacked == {path for path in paths if "/layers/" in path}
     groups = {
         name: {path for path in paths if re.fullmatch(pattern, path)}
-        for name, pattern in model.parameter_groups.items()
+        for name, pattern in model.param_rules.groups.items()
     }
     part = "decoder/" if model is REWARD else "policy/"
     assert f"{part}token_embedding" in groups["embeddings"] and f"{part}final_norm/scale" in groups["norms"]
     assert set().union(*groups.values()) == {path for path in paths if path.startswith((part, "score"))}
-    assert set(dataclasses.replace(model, **{"language" if model is REWARD else "policy": dataclasses.replace(
-        LANGUAGE, remat="auto")}).remat_choices()) == {"none", "products", "dots", "attention", "full"}  # fmt: skip
-    assert model.check_tensor(1) == [] and model.check_tensor(3)
+    is_open = with_language(model, dataclasses.replace(LANGUAGE, remat="auto"))
+    assert set(is_open.compute.remat_choices) == {"none", "products", "dots", "attention", "full"}
+    assert model.compute.check_tensor(1) == [] and model.compute.check_tensor(3)
 
 
 def test_reference_is_a_copy_that_is_frozen_and_not_rounded():
@@ -85,7 +86,7 @@ def test_reference_is_a_copy_that_is_frozen_and_not_rounded():
     assert names["reference/token_embedding"] == "reference/model/embed_tokens/weight"
 
     def state(model):
-        return initial_state(model, optax.sgd(0.1), model.frozen, False, 3)
+        return initial_state(model, optax.sgd(0.1), model.param_rules.frozen, False, 3)
 
     found = jax.jit(lambda: state(COPIED))()
     assert all(path.startswith("policy/") for path in found.params) and len(found.params) == len(found.frozen)

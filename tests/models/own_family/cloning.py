@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from cloning_network import Cloning
 
+from openpi_train.fields import at_least
 from openpi_train.models.exact_policy import ExactPolicyConfig
 
 
@@ -18,11 +19,7 @@ class CloningConfig(ExactPolicyConfig):
     # Steps of a chunk.
     action_horizon: int = 4
     # Units of the hidden layer.
-    width: int = 32
-
-    def __post_init__(self):
-        if problems := self.size_problems("width"):
-            raise ValueError("; ".join(problems))
+    width: int = at_least(1, 32)
 
     def build(self, rngs):
         return Cloning(self.used_state_dim, self.width, (self.action_horizon, self.action_dim), rngs)

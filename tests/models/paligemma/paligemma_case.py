@@ -55,5 +55,5 @@ def assert_same(found, expected):
 
 def published(dtype=np.float32):
     """The genuine parameters as big_vision names them."""
-    names = {CONFIG.public_name(path): leaf.astype(dtype) for path, leaf in loaded().items()}
+    names = {CONFIG.param_rules.public_name(path): leaf.astype(dtype) for path, leaf in loaded().items()}
     return {name.replace("PaliGemma/", "params/"): leaf for name, leaf in names.items()}

@@ -174,7 +174,7 @@ def test_the_head_is_pi05s_action_expert_on_another_context(tiny):
 def abstract(config, cameras=2):
     """(loss of trained and frozen parameters, the shapes of what it takes), for one row."""
     graph = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))))[0]
-    seen = config.batch_spec(1, SLOTS[:cameras]).observation
+    seen = config.rows.batch_spec(1, SLOTS[:cameras]).observation
     shapes = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in parameter_shapes(config).items()}
 
     def loss(trained, frozen, *inputs):
@@ -211,7 +211,9 @@ def test_the_backbones_names_and_shapes_are_the_published_ones(golden_file):
     # pi0-FAST's network is PaliGemma and nothing else.
     published = json.loads(golden_file("param_shapes_pi0_fast.json").read_text())["params"]
     shapes = parameter_shapes(FULL)
-    found = {FULL.public_name(path): list(shape) for path, shape in shapes.items() if not path.startswith(HEAD)}
+    found = {
+        FULL.param_rules.public_name(path): list(shape) for path, shape in shapes.items() if not path.startswith(HEAD)
+    }
     assert found == {name: entry["shape"] for name, entry in published.items()}
     sizes = {
         name: parameter_shapes(dataclasses.replace(FULL, image_size=size))["backbone/image_encoder/position_embedding"]
@@ -223,7 +225,7 @@ def test_the_backbones_names_and_shapes_are_the_published_ones(golden_file):
 def test_low_rank_adapters_leave_factors_and_head_alone_trained():
     config = PaliGemmaFlowConfig(paligemma_variant="gemma_2b_lora")
     shapes = parameter_shapes(config)
-    trained = {path for path in shapes if not config.frozen(path)}
+    trained = {path for path in shapes if not config.param_rules.frozen(path)}
     factors = {path for path in shapes if path.endswith(("lora_a", "lora_b"))}
     assert factors and trained == factors | {path for path in shapes if path.startswith(HEAD)}
     count = sum(np.prod(shapes[path], dtype=int) for path in trained)
@@ -234,7 +236,7 @@ def test_low_rank_adapters_leave_factors_and_head_alone_trained():
 def test_merged_adapters_compute_the_same(tiny):
     config = dataclasses.replace(TINY, language=GemmaOverrides(width=16, **SIZES, **LORA))
     graph, params = built(config)
-    merged = config.merge_lora(params)
+    merged = config.param_rules.merge_lora(params)
     assert {path: value.shape for path, value in merged.items()} == parameter_shapes(TINY)
     seen, inputs = observation(TINY), draws(TINY, 1)
     expected = jax.jit(lambda params: merge_module(graph, params).velocity(seen, *inputs))(params)
@@ -260,7 +262,7 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
         PaliGemmaFlowConfig(
             image_size=100, language=GemmaOverrides(num_heads=5, num_kv_heads=2), head_variant="gemma_300m_lora"
         )
-    (problem,) = FULL.check_tensor(3)
+    (problem,) = FULL.compute.check_tensor(3)
     assert (
         "language.num_heads 8, language.mlp_dim 16384, head.num_heads 8" in problem and "allowed: 1, 2, 4, 8" in problem
     )
@@ -268,7 +270,7 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
 
 @pytest.mark.slow
 def test_the_held_out_loss_is_the_training_loss_on_held_out_rows(tiny):
-    batch = TINY.batch_spec(2, SLOTS)
+    batch = TINY.rows.batch_spec(2, SLOTS)
     generator = np.random.default_rng(5)
     batch = dataclasses.replace(
         batch,
@@ -301,7 +303,7 @@ def test_the_held_out_loss_is_the_training_loss_on_held_out_rows(tiny):
 )
 def test_what_is_frozen_has_no_gradient_no_moments_and_no_float32_copy(config, freeze, state_gib, together_gib):
     def is_frozen(path):
-        return config.frozen(path) or (freeze is not None and path.startswith(freeze))
+        return config.param_rules.frozen(path) or (freeze is not None and path.startswith(freeze))
 
     plan = Plan(mesh=make_mesh(1, jax.devices()[:1]), strategy="replicated")
     average = not any(map(is_frozen, parameter_shapes(config)))

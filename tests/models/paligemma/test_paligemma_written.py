@@ -63,7 +63,7 @@ PUBLISHED_VISION = {
 
 def checkpoint(dtype=np.float32) -> Stored:
     """The genuine backbone as a checkpoint of ours."""
-    leaves = {CONFIG.public_name(path): in_memory(leaf.astype(dtype)) for path, leaf in loaded().items()}
+    leaves = {CONFIG.param_rules.public_name(path): in_memory(leaf.astype(dtype)) for path, leaf in loaded().items()}
     return Stored(where="memory", format="ours", params=leaves)
 
 
@@ -185,9 +185,9 @@ def test_pi0s_paligemma_is_written_and_all_else_is_named(tmp_path, form):
     assert report["parameters_left_out"] == sorted(params.keys() - backbone)
     assert report["norm_stats_left_out"] == ["robot"] and report["norm_stats"] == []
     found = load(tmp_path / "out", TINY.model)
-    assert {TINY.model.public_name(path) for path in found} == backbone
+    assert {TINY.model.param_rules.public_name(path) for path in found} == backbone
     for path, leaf in found.items():
-        np.testing.assert_array_equal(leaf.whole(), params[TINY.model.public_name(path)], err_msg=path)
+        np.testing.assert_array_equal(leaf.whole(), params[TINY.model.param_rules.public_name(path)], err_msg=path)
 
 
 @pytest.mark.slow
@@ -197,7 +197,9 @@ def test_low_rank_factors_are_merged_or_refused(tmp_path):
     planned.run()
     found = load(tmp_path / "out", experiment.model.without_lora())
     name = "PaliGemma/llm/layers/mlp/linear"
-    merged = next(leaf for path, leaf in found.items() if experiment.model.public_name(path) == name).whole()
+    merged = next(
+        leaf for path, leaf in found.items() if experiment.model.param_rules.public_name(path) == name
+    ).whole()
     assert merged.shape == params[name].shape and np.abs(merged - params[name]).max() > 1e-3
     for form in FORMS:
         with pytest.raises(UsageError, match="fold them in with --merge-lora"):

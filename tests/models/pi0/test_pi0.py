@@ -51,11 +51,11 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, c
         pytest.skip(f"no {path}")
     expected = json.loads(path.read_text())
     shapes = parameter_shapes(config)
-    assert {config.public_name(path): list(shape) for path, shape in shapes.items()} == {
+    assert {config.param_rules.public_name(path): list(shape) for path, shape in shapes.items()} == {
         name: entry["shape"] for name, entry in expected["params"].items()
     }
     assert sum(np.prod(shape, dtype=int) for shape in shapes.values()) == expected["total_params"]
-    trainable = [np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.frozen(path)]
+    trainable = [np.prod(shape, dtype=int) for path, shape in shapes.items() if not config.param_rules.frozen(path)]
     assert sum(trainable) == expected["trainable_params"]
 
 
@@ -63,7 +63,7 @@ def test_full_size_names_shapes_and_trainable_count_equal_openpi(golden, file, c
 def test_what_a_draw_is_told_adds_a_vector_that_begins_at_0():
     """One row of each told value in one pass, as guidance has it, against a pass of its own."""
     plain, config = TINY, dataclasses.replace(TINY, indicator=True)
-    assert config.base == plain and plain.base is None
+    assert config.base.model == plain and plain.base is None
     assert set(parameter_shapes(config)) - set(parameter_shapes(plain)) == {"indicator"}
     _, params = built(config)
     velocity, without = compiled_velocity(config), compiled_velocity(plain)
@@ -111,23 +111,23 @@ def test_rows_are_as_long_as_the_longest_prompt_of_the_run():
     tokenizer = load_tokenizer("bytes")
     texts = [("pick up the cube", 3), ("x", 7)]
     # begin, 16 letters, newline; rounded up to a multiple of 8
-    assert Pi0Config().text_length(tokenizer, texts) == 24
-    assert Pi0Config().batch_spec(2, [], 24).observation.prompt_tokens.shape == (2, 24)
-    assert Pi0Config(max_token_len=20).text_length(tokenizer, texts) == 20
+    assert Pi0Config().rows.text_length(tokenizer, texts) == 24
+    assert Pi0Config().rows.batch_spec(2, [], 24).observation.prompt_tokens.shape == (2, 24)
+    assert Pi0Config(max_token_len=20).rows.text_length(tokenizer, texts) == 20
     # "Task: x, State:" and 4 for each of 7 numbers, ";\nAction: ", the beginning: 54; the other text 53.
-    assert Pi0Config(pi05=True).text_length(tokenizer, texts) == 56
+    assert Pi0Config(pi05=True).rows.text_length(tokenizer, texts) == 56
     for config, prompt, state in ((Pi0Config(), "pick up the cube", 3), (Pi0Config(pi05=True), "x", 7)):
-        length = config.text_length(tokenizer, texts)
-        tokenize = config.transforms(tokenizer, length)[1]
+        length = config.rows.text_length(tokenizer, texts)
+        tokenize = config.rows.transforms(tokenizer, length)[1]
         row = tokenize({"prompt": prompt, "state": np.ones(state, np.float32)})
-        whole = config.transforms(tokenizer)[1].tokenizer.prompt(
+        whole = config.rows.transforms(tokenizer)[1].tokenizer.prompt(
             prompt, config.prompt_limit, np.ones(state) if config.pi05 else None
         )
         assert row["prompt_tokens"].shape == row["prompt_mask"].shape == (length,)
         assert row["prompt_tokens"].tolist() == whole[0][:length].tolist()
         assert row["prompt_mask"].sum() == whole[1].sum()
     with pytest.raises(ValueError, match=r"a much longer prompt.* has 4. tokens.* more than 24"):
-        Pi0Config().transforms(tokenizer, 24)[1]({"prompt": "a much longer prompt than any of the run"})
+        Pi0Config().rows.transforms(tokenizer, 24)[1]({"prompt": "a much longer prompt than any of the run"})
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_every_form_of_gemma_can_leave_out_its_last_layers_prefix():
 @pytest.mark.slow
 def test_each_policy_recomputes_less_and_keeps_more_than_the_one_before():
     config, levels = dataclasses.replace(Pi0Config(), vocab_size=16), ("full", "attention", "dots", "none")
-    batch, inputs = config.batch_spec(1, SLOTS), draw_shapes(config)
+    batch, inputs = config.rows.batch_spec(1, SLOTS), draw_shapes(config)
     shapes = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in parameter_shapes(config).items()}
     flops, kept_bytes = [], []
     for remat in levels:
@@ -280,7 +280,7 @@ def test_merged_lora_computes_the_same(rslora):
         action_expert=GemmaOverrides(width=12, **SIZES, **LORA),
     )
     params = built(config)[1]
-    merged = config.merge_lora(params)
+    merged = config.param_rules.merge_lora(params)
     plain = config.without_lora()
     assert {path: value.shape for path, value in merged.items()} == parameter_shapes(plain)
     seen, inputs = observation(config), draws(config, 1)
@@ -296,7 +296,7 @@ def test_every_query_head_with_its_own_key_uses_openpis_fused_projection():
     config = dataclasses.replace(
         TINY, language=GemmaOverrides(width=16, **sizes), action_expert=GemmaOverrides(width=12, **sizes)
     )
-    names = {config.public_name(path): shape for path, shape in parameter_shapes(config).items()}
+    names = {config.param_rules.public_name(path): shape for path, shape in parameter_shapes(config).items()}
     assert names["PaliGemma/llm/layers/attn/qkv_einsum/w"] == (2, 3, 4, 16, 8)
     params = built(config)[1]
     assert np.isfinite(compiled_velocity(config)(params, observation(config), *draws(config, 1))).all()
@@ -308,7 +308,7 @@ def test_flops_of_the_traced_program_are_those_counted_by_hand(config, cameras, 
     config = dataclasses.replace(config, remat="none")
     module = nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
     graph, state = nnx.split(module)
-    batch = config.batch_spec(1, SLOTS[:cameras])
+    batch = config.rows.batch_spec(1, SLOTS[:cameras])
     noisy, time = draw_shapes(config, num_draws)
 
     def velocity(state, observation, noisy, time):
@@ -344,7 +344,7 @@ def test_tokens_that_are_seen_are_those_of_present_images_prompts_states_and_act
 
 
 def test_batch_spec_has_only_the_given_cameras():
-    spec = Pi0Config(pi05=True).batch_spec(4, ["base_0_rgb"])
+    spec = Pi0Config(pi05=True).rows.batch_spec(4, ["base_0_rgb"])
     assert {slot: (image.shape, image.dtype) for slot, image in spec.observation.images.items()} == {
         "base_0_rgb": ((4, 224, 224, 3), jnp.uint8)
     }
@@ -368,9 +368,9 @@ def test_transforms_make_rows_of_the_batch_spec(golden):
             "prompt": "pick it up",
             "row": np.int32(0),
         }
-        for transform in config.transforms(tokenizer):
+        for transform in config.rows.transforms(tokenizer):
             row = transform(row)
-        spec = flatten_rows(config.batch_spec(1, ["base_0_rgb"]))
+        spec = flatten_rows(config.rows.batch_spec(1, ["base_0_rgb"]))
         assert {name: (np.shape(value), np.asarray(value).dtype) for name, value in row.items()} == {
             name: (leaf.shape[1:], leaf.dtype) for name, leaf in spec.items()
         }
@@ -378,9 +378,9 @@ def test_transforms_make_rows_of_the_batch_spec(golden):
 
 
 def test_defaults_that_depend_on_the_kind_follow_a_change_of_it():
-    kind = dataclasses.replace(Pi0Config(), pi05=True)
-    assert (Pi0Config().text_limit, Pi0Config().state_in_prompt, Pi0Config().normalization) == (48, False, "z_score")
-    assert (kind.text_limit, kind.state_in_prompt, kind.normalization) == (200, True, "quantile")
+    kinds = Pi0Config(), dataclasses.replace(Pi0Config(), pi05=True)
+    said = [(kind.rows.text_limit, kind.state_in_prompt, kind.rows.normalization) for kind in kinds]
+    assert said == [(48, False, "z_score"), (200, True, "quantile")]
 
 
 def test_an_unknown_variant_is_answered_with_the_closest():

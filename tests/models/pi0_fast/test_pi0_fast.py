@@ -325,17 +325,19 @@ def test_a_flag_without_its_objective_and_an_objective_without_its_flag_are_refu
     with pytest.raises(ValueError, match="flow_weight 0 and token_weight"):
         InsulatedFlow(flow_weight=0)
     with pytest.raises(ValueError, match=r"no camera slot right_wrist_0_rgb; it has base_0_rgb, left_wrist_0_rgb"):
-        fast.model.batch_spec(1, ["base_0_rgb", "right_wrist_0_rgb"])
+        fast.model.rows.batch_spec(1, ["base_0_rgb", "right_wrist_0_rgb"])
 
 
 @pytest.mark.slow
 def test_merged_lora_computes_the_same():
     config = dataclasses.replace(FAST, language=GemmaOverrides(width=16, **SIZES, **LORA))
     graph, params = built(config)
-    assert all(config.frozen(path) == ("transformer" in path and "lora_" not in path) for path in params)
+    assert all(config.param_rules.frozen(path) == ("transformer" in path and "lora_" not in path) for path in params)
     plain, seen = config.without_lora(), seen_by(config)
     expected = jax.jit(lambda params: merge_module(graph, params).logits(seen))(params)
     merged_graph = nnx.split(nnx.eval_shape(lambda: plain.build(nnx.Rngs(0))))[0]
-    result = jax.jit(lambda params: merge_module(merged_graph, params).logits(seen))(config.merge_lora(params))
+    result = jax.jit(lambda params: merge_module(merged_graph, params).logits(seen))(
+        config.param_rules.merge_lora(params)
+    )
     # Equal in exact arithmetic; two orders of multiplication round differently in float32.
     np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4 * float(jnp.abs(expected).max()))

@@ -97,10 +97,10 @@ def test_a_fixed_backbone_changes_no_gradient_of_the_others(ours):
 def test_rows_are_normalised_as_lerobots_processors_do(stored):
     stats = parse_norm_stats(stored.norm_stats["lerobot"], "the folder")
     for name in ("state", "actions"):
-        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.normalization)
+        normal = normalize(IO[f"in/{name}"], stats[name], CONFIG.rows.normalization)
         # Here 1e-6 is added to a scale of 0.5 and more, there 1e-8.
         np.testing.assert_allclose(normal, IO[f"norm/{name}"], rtol=4e-6, atol=2e-6)
-    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.normalization)
+    back = unnormalize(IO["norm/actions"][:, 0], stats["actions"], CONFIG.rows.normalization)
     np.testing.assert_allclose(back, IO["norm/back"], rtol=4e-6, atol=4e-6)
 
 
@@ -121,7 +121,7 @@ def test_prompts_are_tokenized_as_lerobots_and_kept_with_checkpoints(tmp_path):
         found, valid = words.prompt(text, CONFIG.max_token_len)
         np.testing.assert_array_equal(valid, mask)
         np.testing.assert_array_equal(found[valid], tokens[mask])
-    assert CONFIG.text_length(words, [(text, 4) for text in texts]) == CONFIG.max_token_len
+    assert CONFIG.rows.text_length(words, [(text, 4) for text in texts]) == CONFIG.max_token_len
     assert words.longest_prompt(texts[1]) == IO["text/mask"][1].sum()
     with pytest.raises(ValueError, match=r"has \d+ tokens; the model reads 8"):
         words.without_cuts().prompt(texts[2], CONFIG.max_token_len)

@@ -28,11 +28,11 @@ def shapes(config) -> dict:
 
 def test_rows_are_what_the_config_says():
     batch = smolvla_case.batch()
-    spec = SMALL.batch_spec(len(batch.row), sorted(batch.observation.images))
+    spec = SMALL.rows.batch_spec(len(batch.row), sorted(batch.observation.images))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), spec) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), batch
     )
-    assert (SMALL.window.history, SMALL.window.horizon, SMALL.normalization) == (1, 5, "z_score")
+    assert (SMALL.rows.window.history, SMALL.rows.window.horizon, SMALL.rows.normalization) == (1, 5, "z_score")
     # Five present images of four tokens, 8 + 3 + 5 words, and for each row a state and five actions.
     assert SMALL.num_tokens_seen(batch) == 5 * 4 + 16 + 3 * 6
 
@@ -56,7 +56,7 @@ def test_sizes_that_do_not_go_together_are_refused(change, message):
 def test_what_trains_is_what_lerobot_trains():
     def trained(**changes) -> set[str]:
         config = dataclasses.replace(SMALL, **changes)
-        return {path.split("/")[0] for path in shapes(config) if not config.frozen(path)}
+        return {path.split("/")[0] for path in shapes(config) if not config.param_rules.frozen(path)}
 
     expert = {"expert", "expert_norm", "action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out"}
     assert trained() == expert | {"state_proj"}
@@ -65,7 +65,10 @@ def test_what_trains_is_what_lerobot_trains():
     all_of_it = {"train_expert_only": False, "freeze_vision_encoder": False}
     assert trained(**all_of_it) == expert | {"state_proj", "connector", "language", "image_encoder"}
     config = dataclasses.replace(SMALL, **all_of_it)
-    assert {path for path in shapes(config) if config.frozen(path)} == {"language/head", "language/final_norm/scale"}
+    assert {path for path in shapes(config) if config.param_rules.frozen(path)} == {
+        "language/head",
+        "language/final_norm/scale",
+    }
 
 
 def test_velocities_depend_on_what_counts_alone():
@@ -118,5 +121,5 @@ def test_the_step_is_traced_with_layers_gathered_one_by_one(train_expert_only):
     plan = Plan(mesh=make_mesh(2, jax.devices()[:2]), strategy="zero3", min_shard_mib=0)
     trainer, layout = make_trainer(config, plan, AdamW(), LRSchedule(), objective=OBJECTIVE, accum=2, ema=None)
     with jax.set_mesh(plan.real_mesh):
-        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.batch_spec(4, ("top",)))
+        traced = trainer.traced_step(layout.shardings, layout.abstract(), config.rows.batch_spec(4, ("top",)))
     assert {"loss", "grad_norm"} <= traced.out_info[1].keys()
