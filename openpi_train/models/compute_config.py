@@ -5,9 +5,10 @@ Read next: `language.py`, `prompted.py`, `diffusion_policy.py`.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from openpi_train.fields import setting
 from openpi_train.models.model_config import ModelConfig
@@ -30,7 +31,7 @@ class ComputeConfig(ModelConfig):
     remat: RematChoice = setting("auto", on_resume="accept")
 
     @property
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> DTypeLike:
         """The `dtype` field."""
         return jnp.dtype(self.dtype)
 

@@ -5,12 +5,14 @@ Read next: `diffusion_policy.py`, `act.py`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.typing import DTypeLike
 
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.types import ActionBatch, action_batch
 
@@ -70,7 +72,7 @@ class ExactPolicyConfig(PolicyConfig):
                 f"robots fill {', '.join(sorted(cameras)) or '(none)'}: set --model.cameras {' '.join(sorted(cameras))}"
             )
 
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def spec(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         history = () if self.window.history == 1 else (self.window.history,)
@@ -97,7 +99,7 @@ class ExactPolicyConfig(PolicyConfig):
 
         ExactDims(self.action_dim, self.used_state_dim)(blank_row(num_state_dims, num_action_dims))
 
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer | None, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.robot.transforms import ExactDims, ResizeImages
 

@@ -11,13 +11,16 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from openpi_train.data.robot.normalize import Form
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.nn.attention import Attention, Heads
+from openpi_train.parallel.params import ParamLeaves
 from openpi_train.runtime.exits import UsageError
-from openpi_train.types import OPENPI_SLOTS
+from openpi_train.types import OPENPI_SLOTS, Batch
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -37,7 +40,7 @@ class ModelConfig(abc.ABC):
     provides: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> DTypeLike:
         """The type of activations in its stacks of layers, which read their weights in it."""
         return jnp.float32
 
@@ -76,7 +79,7 @@ class ModelConfig(abc.ABC):
             f"(it has: {', '.join(sorted(self.provides))})"
         ]
 
-    def num_tokens_seen(self, batch: Any, draws: int = 1) -> Int[Array, ""] | None:
+    def num_tokens_seen(self, batch: Batch, draws: int = 1) -> Int[Array, ""] | None:
         """Tokens of a batch that others attend to, padding left out; None for a model of no tokens (the default)."""
         del batch, draws
         return None
@@ -125,7 +128,7 @@ class ModelConfig(abc.ABC):
         """The model whose checkpoints this one starts from, beside its own (default: none)."""
         return None
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def from_base(self, params: ParamLeaves) -> dict[str, Any]:
         """The parameters by path with which this model starts, from those of `base`; the others are newly drawn."""
         return dict(params)
 
@@ -133,7 +136,7 @@ class ModelConfig(abc.ABC):
         """The config of the model that `merge_lora` gives the parameters of (default: the same)."""
         return self
 
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_lora(self, params: ParamLeaves) -> dict[str, Any]:
         """Parameters by path with low-rank adapters folded into the weights; as they are where there are none."""
         return dict(params)
 
@@ -147,7 +150,7 @@ class ModelConfig(abc.ABC):
         del path
         return False
 
-    def frozen_dtype(self, path: str) -> Any:
+    def frozen_dtype(self, path: str) -> DTypeLike:
         """The type in which a run keeps this parameter if it is frozen (default: bfloat16, as openpi does).
 
         Nothing updates a frozen parameter, so it needs no float32 master copy.
@@ -192,7 +195,7 @@ class PolicyConfig(ModelConfig):
         return "z_score"
 
     @abc.abstractmethod
-    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> Any:
+    def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> Batch:
         """The batch as a tree of `jax.ShapeDtypeStruct`.
 
         `cameras` are the slots that the run's robots fill; `text_length` is the number of text tokens of a row, padding
@@ -200,7 +203,7 @@ class PolicyConfig(ModelConfig):
         """
 
     @abc.abstractmethod
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer, text_length: int | None = None) -> tuple[RowTransform, ...]:
         """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
 
     def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:
@@ -211,7 +214,7 @@ class PolicyConfig(ModelConfig):
         """The most text tokens of a row, padding included; None for a model without text (default)."""
         return None
 
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int | None:
+    def text_length(self, tokenizer: PromptTokenizer, prompts: Iterable[tuple[str, int]]) -> int | None:
         """The text tokens of a row that the longest of these prompts needs (default: `text_limit`).
 
         Each prompt comes with the number of state dims of its robot. Padding beyond that length changes no result.
@@ -219,7 +222,7 @@ class PolicyConfig(ModelConfig):
         del tokenizer, prompts
         return self.text_limit
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
 
         `num_state_dims` are those of its robot. Asked for only where there is a `text_limit`.
@@ -237,7 +240,7 @@ class PolicyConfig(ModelConfig):
         del path
         return self
 
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+    def chunk_tokenizer(self, tokenizer: PromptTokenizer) -> Any:
         """What makes the tokens of a chunk with which a row's text goes on (a `FastTokenizer`); None: it does not."""
         del tokenizer
         return None

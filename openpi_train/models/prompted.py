@@ -7,13 +7,15 @@ their networks, which call the last functions.
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform
 from openpi_train.models.row_text import RowText
@@ -21,6 +23,7 @@ from openpi_train.nn.attention import Heads
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
+from openpi_train.parallel.params import ParamLeaves
 from openpi_train.parallel.tensor import check_sizes
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, RolloutBatch, action_batch
 
@@ -49,13 +52,13 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
     def text_limit(self) -> int:
         return self.text.limit
 
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
+    def text_length(self, tokenizer: PromptTokenizer, prompts: Iterable[tuple[str, int]]) -> int:
         return self.text.fitted_length(tokenizer, prompts)
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
         length = self.text_limit if text_length is None else text_length
 
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def spec(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         masks = ["prompt_mask", *(TOKEN_MASKS if self.text.token_masks else ())]
@@ -73,7 +76,7 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
             }
         )
 
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.robot.transforms import PadDims, ResizeImages
 
@@ -85,7 +88,7 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
 
         PadDims(self.action_dim)(blank_row(num_state_dims, num_action_dims))
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
     def num_tokens_seen(self, batch: ActionBatch | RolloutBatch, draws: int = 1) -> Int[Array, ""]:
@@ -114,7 +117,7 @@ class PromptedConfig(TransformerConfig, PolicyConfig):
         del draws
         return 0
 
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+    def chunk_tokenizer(self, tokenizer: PromptTokenizer) -> Any:
         return self.text.chunk_tokenizer(tokenizer)
 
 
@@ -144,7 +147,7 @@ class GemmaPolicyConfig(PromptedConfig):
         """The config of the model that `merge_lora` gives the parameters of."""
         return dataclasses.replace(self, language=self.language.without_lora())
 
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_lora(self, params: ParamLeaves) -> dict[str, Any]:
         """All parameters by path, LoRA's additions folded into the weights: `without_lora()` computes the same."""
 
         def scale(name: str) -> float:

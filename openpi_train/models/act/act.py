@@ -7,10 +7,11 @@ Fields that LeRobot's `ACTConfig` also has keep its names and defaults (lerobot 
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.models.act.act_network import Act
@@ -86,7 +87,7 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
         """The backbone's batch norms, whose statistics belong to its published weights."""
         return _BATCH_NORM.fullmatch(path) is not None
 
-    def frozen_dtype(self, path: str) -> Any:
+    def frozen_dtype(self, path: str) -> DTypeLike:
         """float32 of the batch norms: few numbers, which scale everything."""
         return jnp.float32 if self.frozen(path) else super().frozen_dtype(path)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.language import LanguageConfig
@@ -88,7 +89,7 @@ class AccompaniedConfig(LanguageBasedConfig):
         """The reference, if there is one."""
         return path.startswith(REFERENCE)
 
-    def frozen_dtype(self, path: str) -> Any:
+    def frozen_dtype(self, path: str) -> DTypeLike:
         """float32: a rounded reference differs from the policy before the first step."""
         del path
         return jnp.float32

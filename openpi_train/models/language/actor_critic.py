@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.accompanied import CRITIC, POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.reward import RewardConfig, RewardModel
+from openpi_train.parallel.params import ParamLeaves
 
 
 class ActorAndCritic(AccompaniedPolicy):
@@ -68,7 +69,7 @@ class ActorCriticConfig(AccompaniedConfig):
         """The policy's, and `critic`."""
         return {"critic": f"{CRITIC}.*", **super().parameter_groups}
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def from_base(self, params: ParamLeaves) -> dict[str, Any]:
         """All parts start from the same, but for the critic's head, which is newly made."""
         parts = (POLICY, REFERENCE) if self.with_reference else (POLICY,)
         found = {part + path: leaf for part in parts for path, leaf in params.items()}

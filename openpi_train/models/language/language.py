@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.fields import at_least
+from openpi_train.json_object import JsonObject
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.language.hf_config import Family, family_of, sizes_of
 from openpi_train.models.language.hf_names import PARTS, explain_hf, hf_name
@@ -19,6 +20,7 @@ from openpi_train.nn.attention import Heads
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.nn.lora import AdapterConfig, merge_lora
+from openpi_train.parallel.params import ParamLeaves
 from openpi_train.parallel.tensor import check_sizes
 
 
@@ -62,7 +64,7 @@ class LanguageConfig(TransformerConfig):
             raise ValueError(f"this {type(self).__name__} cannot be built: " + "; ".join(problems))
 
     @classmethod
-    def published(cls, config: Mapping[str, Any], where: str, **fields: Any) -> "LanguageConfig":
+    def published(cls, config: JsonObject, where: str, **fields: Any) -> "LanguageConfig":
         """The model of a config.json, with these fields changed. Raises CheckpointError as `sizes_of` does."""
         found: dict[str, Any] = {"family": family_of(config, where), "sizes": sizes_of(config, where)}
         if isinstance(length := config.get("max_position_embeddings"), int):
@@ -128,6 +130,6 @@ class LanguageConfig(TransformerConfig):
     def without_lora(self) -> "LanguageConfig":
         return dataclasses.replace(self, adapter=AdapterConfig())
 
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_lora(self, params: ParamLeaves) -> dict[str, Any]:
         """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
         return merge_lora(params, lambda _: self.adapter.scale, lambda _: None)

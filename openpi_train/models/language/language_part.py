@@ -6,8 +6,9 @@ Read next: `language.py`; `accompanied.py`, `reward.py`, which are made of one.
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from openpi_train.models.language.language import LanguageConfig, PackedTexts
@@ -42,7 +43,7 @@ class LanguageBasedConfig(ModelConfig, abc.ABC):
         return self.inner.context_length
 
     @property
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> DTypeLike:
         return self.inner.compute_dtype
 
     @property

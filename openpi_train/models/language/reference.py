@@ -5,13 +5,14 @@ Read next: `accompanied.py`, `objectives/preference_pairs.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from flax import nnx
 
 from openpi_train.models.language.accompanied import POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.language import LanguageConfig
+from openpi_train.parallel.params import ParamLeaves
 
 
 class PolicyAndReference(AccompaniedPolicy):
@@ -42,6 +43,6 @@ class ReferencedConfig(AccompaniedConfig):
     def build(self, rngs: nnx.Rngs) -> PolicyAndReference:
         return PolicyAndReference(self.policy, rngs)
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def from_base(self, params: ParamLeaves) -> dict[str, Any]:
         """Policy and reference start from the same."""
         return {part + path: leaf for part in (POLICY, REFERENCE) for path, leaf in params.items()}

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from openpi_train.models.language.language import LanguageConfig
 from openpi_train.models.language.language_part import LanguageBasedConfig
+from openpi_train.parallel.params import ParamLeaves
 
 DECODER, SCORE = "decoder/", "score/weight"
 
@@ -85,7 +86,7 @@ class RewardConfig(LanguageBasedConfig):
         """Hugging Face's names of a model for sequence classification."""
         return path if path == SCORE else self.decoder.public_name(path.removeprefix(DECODER))
 
-    def from_base(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def from_base(self, params: ParamLeaves) -> dict[str, Any]:
         """The decoder's parameters."""
         return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
 
@@ -102,7 +103,7 @@ class RewardConfig(LanguageBasedConfig):
     def without_lora(self) -> "RewardConfig":
         return dataclasses.replace(self, language=self.language.without_lora())
 
-    def merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_lora(self, params: ParamLeaves) -> dict[str, Any]:
         """All parameters by path, the adapter folded into the weights: `without_lora()` computes the same."""
         below = {path.removeprefix(DECODER): leaf for path, leaf in params.items() if path.startswith(DECODER)}
         merged = {DECODER + path: leaf for path, leaf in self.language.merge_lora(below).items()}

@@ -7,11 +7,12 @@ those of SmolVLM2-500M. Read next: `smolvla_network.py`.
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.models.model_config import RowTransform
 from openpi_train.models.prompted import PromptedConfig
 from openpi_train.models.row_text import PromptText
@@ -138,7 +139,7 @@ class SmolVlaConfig(PromptedConfig):
     def num_suffix_tokens(self, draws: int) -> int:
         return draws * self.action_horizon + 1
 
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.robot.transforms import ResizeImages
 
