@@ -6,17 +6,17 @@ Read next: `nn/lora.py` (the sum), `tools/convert_checkpoint.py` (`--merge-lora`
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, StoredLeaf, at_hand
+from openpi_train.models.model_config import ModelConfig
 
 _FACTORS = ("/lora_a", "/lora_b")
 
 
-def merged_lora(model: Any, params: Leaves, folder: Path | None = None) -> dict[str, StoredLeaf]:
+def merged_lora(model: ModelConfig, params: Leaves, folder: Path | None = None) -> dict[str, StoredLeaf]:
     """The parameters of `model.without_lora()` by path; each is merged when it is read.
 
     `folder` is for temporary files of leaves whose layers cannot be read one by one (None: TMPDIR).
@@ -28,7 +28,7 @@ def merged_lora(model: Any, params: Leaves, folder: Path | None = None) -> dict[
     return merged
 
 
-def _folded(model: Any, parts: Leaves, folder: Path | None) -> StoredLeaf:
+def _folded(model: ModelConfig, parts: Leaves, folder: Path | None) -> StoredLeaf:
     """The weight, first of `parts`, with the factors added; all are stacks of the same layers."""
     path, weight = next(iter(parts.items()))
 
