@@ -6,10 +6,11 @@ Nothing heavy is imported before the arguments are parsed, so `--help` is fast.
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
+from openpi_train.json_object import JsonObject
 from openpi_train.launch import preflight
 from openpi_train.runtime import jax_wheels, logs
 from openpi_train.runtime.closed_output import is_closed
@@ -141,7 +142,7 @@ def convert(argv: Sequence[str]) -> int:
 
     experiment = parse_experiment(request.experiment, words) if request.experiment else None
 
-    def recorded(run: Mapping[str, Any]) -> "Experiment":
+    def recorded(run: JsonObject) -> "Experiment":
         if request.experiment:
             return parse_experiment(request.experiment, words, lambda own: with_recorded_model(own, run))
         found = experiment_from_json(run)

@@ -148,7 +148,7 @@ def changed_flags(request: Request, names: Sequence[str] | None = None) -> list[
     ]
 
 
-def one_word(convert: Callable[[str], tuple[Any, ...]], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
+def one_word(convert: Callable[[str], tuple[object, ...]], metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
     """An annotation for a tuple that `convert` makes from one word, such as comma-separated values."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,

@@ -38,12 +38,12 @@ def setting(
     return dataclasses.field(default=default, default_factory=default_factory, metadata=known)
 
 
-def at_least(least: float, default: Any, on_resume: OnResume | None = None) -> Any:
+def at_least(least: float, default: object, on_resume: OnResume | None = None) -> Any:
     """A `setting` with a least value."""
     return setting(default, least=least, on_resume=on_resume)
 
 
-def resume_verdict(config: Any, path: str, saved: Any, given: Any) -> Verdict:
+def resume_verdict(config: object, path: str, saved: object, given: object) -> Verdict:
     """The rule for resuming with `given` instead of `saved` (JSON values) in the field of this path.
 
     `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it. So is
@@ -82,7 +82,7 @@ def retired(config: type) -> frozenset[str]:
     return getattr(config, "RETIRED", frozenset())
 
 
-def too_small(config: Any, path: str = "") -> list[str]:
+def too_small(config: object, path: str = "") -> list[str]:
     """One sentence for every number in `config` and its nested configs that is below its field's least value.
 
     `path` is the flag of `config` itself, without dashes; it is the prefix of its fields' flags.
@@ -107,7 +107,7 @@ def _limited(config: Any, path: str) -> Iterator[tuple[str, Any, float]]:
             yield from _limited(value, flag)
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> Any:
     """A config as plain JSON values, every dataclass with its class name, for `experiment.json`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -119,7 +119,7 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def changed_fields(saved: Any, given: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def changed_fields(saved: object, given: object, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Every field that differs between two nested JSON values, by dotted path, as (saved, given)."""
     if isinstance(saved, list) and isinstance(given, list) and len(saved) == len(given):
         saved, given = (dict(zip(map(str, range(len(one))), one, strict=True)) for one in (saved, given))

@@ -51,7 +51,7 @@ def present_words(words: Sequence[str]) -> list[str]:
     return found
 
 
-def present_config(value: Any) -> Any:
+def present_config(value: object) -> Any:
     """A config as `fields.as_json` stored it, with the present names."""
     if isinstance(value, list):
         return [present_config(item) for item in value]
@@ -65,7 +65,7 @@ def present_config(value: Any) -> Any:
     return {**found, "__class__": _CLASSES.get(kind, kind)} if kind else found
 
 
-def present_metrics(line: Mapping[str, Any]) -> dict[str, Any]:
+def present_metrics(line: Mapping[str, object]) -> dict[str, Any]:
     """A line of metrics, or of the rollouts that are kept to look at, with the present names."""
     return {_present_metric(name): value for name, value in line.items()}
 

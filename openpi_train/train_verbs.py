@@ -135,7 +135,7 @@ def vla(argv: Sequence[str]) -> int:
     return _run(_read(lambda: _of_yaml("vla", request, rest)), process)
 
 
-def _asked(verb: str, kind: Any, argv: Sequence[str]) -> tuple[Any, "TrainFlags", list[str]]:
+def _asked(verb: str, kind: object, argv: Sequence[str]) -> tuple[Any, "TrainFlags", list[str]]:
     """The request of a verb, which process this is, and the words that are left. Logging is as of this process."""
     from openpi_train.command_line import Own, TrainFlags, parse_known
 
@@ -144,7 +144,7 @@ def _asked(verb: str, kind: Any, argv: Sequence[str]) -> tuple[Any, "TrainFlags"
     return request, process, rest
 
 
-def _of_yaml(verb: str, request: Any, rest: Sequence[str]) -> "Experiment":
+def _of_yaml(verb: str, request: object, rest: Sequence[str]) -> "Experiment":
     """What the verb's module in `doors` makes of its request, with the flags that are left."""
     default, words = importlib.import_module(f"openpi_train.doors.{_MODULES[verb]}").experiment_of(request, rest)
     return with_flags(default, words, verb, "The experiment of a YAML config.")

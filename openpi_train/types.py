@@ -11,12 +11,20 @@ Letters in shapes, everywhere in the project:
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 T = TypeVar("T")
+
+# A JAX tree: nested tuples, dictionaries and `@pytree` nodes of arrays, or of what stands for them (shapes, shardings).
+Tree = Any
+# A batch of the kind that model, data and objective of a run agree on: a tree with rows on the first axis, and `row`.
+Batch = Any
+# A built module that can do what its caller needs: `ModelConfig.provides` says what, and is compared with that.
+Network = Any
 
 # openpi's camera slots, in the order in which they are filled.
 OPENPI_SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -45,7 +53,7 @@ def pytree(cls: type[T]) -> type[T]:
     return data_class
 
 
-def tree_of(cls: type[T], **fields: Any) -> T:
+def tree_of(cls: type[T], **fields: object) -> T:
     """A node of a `@pytree` class whose leaves need not be arrays: shapes, shardings, specs."""
     node = object.__new__(cls)
     for name, value in fields.items():
@@ -231,7 +239,7 @@ class RolloutBatch:
         return self.traces.observation
 
 
-def flatten_rows(batch: Any) -> dict[str, Any]:
+def flatten_rows(batch: ActionBatch) -> dict[str, Any]:
     """Name every leaf of a batch by its path, as data workers do: `image/<slot>`, `image_mask/<slot>`, `state`, ..."""
     observation = batch.observation
     return {
@@ -248,7 +256,7 @@ def flatten_rows(batch: Any) -> dict[str, Any]:
     }
 
 
-def observation(rows: dict[str, Any]) -> Observation:
+def observation(rows: Mapping[str, Tree]) -> Observation:
     """Build an `Observation` from a flat dictionary of batched columns; other columns are ignored."""
 
     def slots(prefix):
@@ -265,7 +273,7 @@ def observation(rows: dict[str, Any]) -> Observation:
     )
 
 
-def action_batch(rows: dict[str, Any]) -> ActionBatch:
+def action_batch(rows: Mapping[str, Tree]) -> ActionBatch:
     """Build an `ActionBatch` from a flat dictionary of batched columns (inverse of `flatten_rows`)."""
     return tree_of(
         ActionBatch,

@@ -1,6 +1,7 @@
 """The structure of the tree: who may import whom, how long a file may be, what ships."""
 
 import ast
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ PACKAGE = ROOT / "openpi_train"
 # in common, the files of that folder; "models/" are the folders in it, one for each family, which also exchange
 # checkpoints with other projects.
 ROWS = (
+    {"json_object"},
     {"fields", "faults", "former_names"},
     {"types", "keys", "runtime", "launch"},
     {"command_line", "optim", "robots", "envs"},
@@ -47,6 +49,13 @@ NAMED = sorted(file for folder in (PACKAGE, ROOT / "configs") for file in folder
 # In `doors`: what scripts start before jax may be there.
 LAUNCHERS = ("posttraining_launch.py", "ript_launch.py", "vla_launch.py", "this_host.py", "guide_files.py")
 MAX_FILE_LINES, MAX_LOOP_LINES = 500, 60
+# How many parameters of functions have `Any` in their annotation. It only falls: what is known has a type, what is JSON
+# is a `JsonObject`, a tree of arrays a `Tree`, what nobody looks into an `object`.
+MOST_ANY = 208
+# Parameters of these names have none: their type has a name.
+TYPED = frozenset(
+    "batch devices dtype is_frozen manifest mesh meta params record sharding states tokenizer trainer".split()
+)
 
 
 # The families of models, each of which imports only those before it: a network of its own may be made of theirs.
@@ -147,6 +156,24 @@ def test_no_name_stands_for_two(places):
 
 def test_both_places_of_a_name_are_told():
     assert given_twice([("Arm", "a.py:3"), ("Hand", "a.py:9"), ("Arm", "b.py:1")]) == {"Arm": ["a.py:3", "b.py:1"]}
+
+
+def vague_parameters(text: str) -> list[str]:
+    """The names of the parameters, of all functions of a file, whose annotation has the word `Any`."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    given = [node for function in functions for node in ast.walk(function.args) if isinstance(node, ast.arg)]
+    return [one.arg for one in given if one.annotation and re.search(r"\bAny\b", ast.unparse(one.annotation))]
+
+
+def test_parameters_have_types():
+    found = {str(file.relative_to(ROOT)): vague_parameters(file.read_text()) for file in FILES}
+    assert not {place: names for place, names in found.items() if TYPED & {*names}}
+    assert sum(map(len, found.values())) <= MOST_ANY
+
+
+def test_a_parameter_of_any_type_is_found_wherever_it_stands():
+    text = "async def f(a: Any, /, b: 'list[Any]', *c: int, d: Many = 1, **e: dict[str, typing.Any]) -> Any: ..."
+    assert vague_parameters(text) == ["a", "b", "e"]
 
 
 def test_the_loop_fits_on_a_screen():

@@ -5,8 +5,9 @@ Read next: `training/run.py`, `step_dirs.py`.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from openpi_train.json_object import JsonObject
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,12 +18,12 @@ class Best:
     value: float
 
 
-def held_out_loss(evaluation: Mapping[str, Any]) -> float:
+def held_out_loss(evaluation: JsonObject) -> float:
     """The loss used to compare evaluations: that of the averaged weights if the run keeps an average."""
     return evaluation.get("val/loss_ema", evaluation["val/loss"])
 
 
-def lowest_loss(evaluations: Sequence[Mapping[str, Any]]) -> Best | None:
+def lowest_loss(evaluations: Sequence[JsonObject]) -> Best | None:
     """The step with the lowest finite held-out loss, the first of equal ones; None if there is none.
 
     Unlike the best checkpoint it may be a step that was not saved.

@@ -51,6 +51,7 @@ from openpi_train.interop.manifest import Sums, find_damage, write_manifest
 from openpi_train.interop.orbax_item import open_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import place as on_devices
+from openpi_train.json_object import JsonObject
 from openpi_train.parallel.state import TrainState
 from openpi_train.runtime import agree, preempt
 from openpi_train.runtime.exits import (
@@ -124,11 +125,11 @@ class Checkpoints:
         self,
         state: TrainState,
         *,
-        data_position: Mapping[str, Any],
-        experiment: Mapping[str, Any],
-        norm_stats: Mapping[str, Any],
+        data_position: JsonObject,
+        experiment: JsonObject,
+        norm_stats: JsonObject,
         files: Mapping[str, bytes] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: JsonObject | None = None,
     ) -> float:
         """Start saving and return the seconds for which the caller was blocked (`time/checkpoint_stall_s`).
 
@@ -179,9 +180,9 @@ class Checkpoints:
         self,
         state: TrainState,
         *,
-        data_position: Mapping[str, Any],
-        experiment: Mapping[str, Any],
-        extra: Mapping[str, Any] | None = None,
+        data_position: JsonObject,
+        experiment: JsonObject,
+        extra: JsonObject | None = None,
     ) -> float | None:
         """Start saving only in the local directory, and return the seconds for which the caller was blocked.
 
@@ -299,7 +300,7 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start_locally(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
+    def _start_locally(self, step: int, items: Mapping[str, Leaves], meta: JsonObject) -> PieceSource | None:
         """Start a local save; returns its source for a copy, or None."""
         if self._local is None:
             return None

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from numpy.typing import DTypeLike
 
 from openpi_train.checkpoints.layout import Leaves
 from openpi_train.checkpoints.pieces import Pieces, by_name, piece_name, writes
@@ -93,7 +94,7 @@ def host_arrays(items: Mapping[str, Leaves], source: PieceSource) -> dict[str, L
     """`HostArray`s for the leaves of `items` (arrays or shapes), with pieces from `source`."""
     numbers = {name: number for number, (name, _) in enumerate(by_name(items))}
 
-    def stand_in(name: str, leaf: Any) -> HostArray:
+    def stand_in(name: str, leaf: object) -> HostArray:
         return HostArray(name, numbers[name], leaf, source)
 
     return {
@@ -180,7 +181,7 @@ class _Data:
         """`array` is None if Orbax must not write it."""
         self.shape, self._array = shape, array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         del dtype, copy
         assert self._array is not None, "a piece that is written elsewhere"
         return self._array
@@ -192,9 +193,11 @@ class _Dispatcher:
     def name(self) -> str:
         return "host arrays"
 
-    def device_to_host(self, arrays: Any) -> Any:
+    def device_to_host(self, arrays: object) -> Any:
         return arrays
 
-    def dispatch(self, function: Callable[..., Any], *, input_arrays: Any, func_kwargs: Mapping[str, Any]) -> Any:
+    def dispatch(
+        self, function: Callable[..., object], *, input_arrays: object, func_kwargs: Mapping[str, object]
+    ) -> Any:
         """Write the arrays, in Orbax's background thread."""
         return function(input_arrays, **func_kwargs)

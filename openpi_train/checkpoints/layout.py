@@ -123,6 +123,6 @@ def _public_names(leaves: Leaves, public_name: PublicName) -> dict[str, str]:
     return names
 
 
-def _leaves(tree: Any) -> Leaves:
+def _leaves(tree: object) -> Leaves:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}

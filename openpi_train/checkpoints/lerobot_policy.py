@@ -6,7 +6,6 @@ As `lerobot` 0.6.1 writes and reads them. What is special to a family is in its 
 """
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.robot_actions import stored_action_dims
 from openpi_train.interop.stored_leaves import Stored, Writer
 from openpi_train.interop.trained_with import NORMALIZATION, settings_of
+from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import ModelConfig, PolicyConfig, as_policy
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -106,9 +106,7 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
     return write
 
 
-def _with_relative_actions(
-    config: Mapping[str, Any], steps: Steps, relative: Mapping[str, Any]
-) -> tuple[dict[str, Any], Steps]:
+def _with_relative_actions(config: JsonObject, steps: Steps, relative: JsonObject) -> tuple[dict[str, Any], Steps]:
     """The config and the steps of a policy whose actions are relative to the state: all types of LeRobot's run them.
 
     Only pi0 and its relatives also have fields for them, with which LeRobot trains on.

@@ -20,6 +20,7 @@ import numpy as np
 
 from openpi_train.checkpoints.pieces import Pieces, dtype_and_shape
 from openpi_train.data.core.files import write_text
+from openpi_train.json_object import JsonObject
 
 _PIECES, _RECORD = "pieces.bin", "record.json"
 _ALIGNMENT_BYTES = 64  # what numpy and tensorstore read fastest
@@ -42,7 +43,7 @@ def write(
     directory: Path,
     pieces: Pieces,
     described: Mapping[str, str],
-    belongs: Mapping[str, Any],
+    belongs: JsonObject,
     before_record: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a reserved save, through to the disk. `belongs` is JSON that `read_record` gives back.
@@ -76,7 +77,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def read_pieces(directory: Path, record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def read_pieces(directory: Path, record: JsonObject) -> dict[str, np.ndarray]:
     """Read all pieces of a save into memory. Raises DamagedError."""
     offsets, _ = _lay_out(record["pieces"])
     arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in _parse(record["pieces"]).items()}

@@ -28,6 +28,7 @@ from openpi_train.checkpoints.layout import Leaves
 from openpi_train.checkpoints.local_files import DamagedError
 from openpi_train.checkpoints.pieces import Pieces, describe_pieces, fetch
 from openpi_train.data.core.files import write_text
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import HardwareError, StorageError, UsageError
 from openpi_train.runtime.passing_errors import patiently
@@ -77,7 +78,7 @@ class LocalTier:
         self._writing: tuple[int, concurrent.futures.Future[Pieces]] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local-checkpoint")
 
-    def save(self, step: int, items: Mapping[str, Leaves], meta: Mapping[str, Any]) -> PieceSource | None:
+    def save(self, step: int, items: Mapping[str, Leaves], meta: JsonObject) -> PieceSource | None:
         """Start saving, and return where its pieces can be copied from.
 
         The leaves are copied to the host before this returns, so they may be donated. Waits until the former save is
@@ -169,7 +170,7 @@ class LocalTier:
         if self._writing is not None:
             concurrent.futures.wait([self._writing[1]])
 
-    def _write(self, step: int, pieces: Pieces, described: Mapping[str, str], belongs: Mapping[str, Any]) -> Pieces:
+    def _write(self, step: int, pieces: Pieces, described: Mapping[str, str], belongs: JsonObject) -> Pieces:
         directory = self._folder / str(step)
         local_files.write(directory, pieces, described, belongs, self._require_owned)
         return local_files.map_pieces(directory, described)
@@ -188,7 +189,7 @@ class LocalTier:
             found[path.name] = {"reason": reason} if reason else {"start": record["start"]}
         return found
 
-    def _misfit(self, record: Mapping[str, Any], described: Mapping[str, str]) -> str:
+    def _misfit(self, record: JsonObject, described: Mapping[str, str]) -> str:
         if record["run"] != self._run_id:
             return "it belongs to another run of this name"
         now = _topology()

@@ -10,15 +10,16 @@ from typing import Any
 
 from openpi_train.checkpoints.layout import Leaves, describe
 from openpi_train.data.core.files import write_bytes, write_json
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.versions import package_versions
 
 
 def make_meta(
     step: int,
     items: Mapping[str, Leaves],
-    data_position: Mapping[str, Any],
-    experiment: Mapping[str, Any],
-    extra: Mapping[str, Any] | None,
+    data_position: JsonObject,
+    experiment: JsonObject,
+    extra: JsonObject | None,
 ) -> dict[str, Any]:
     """The content of `meta.json`; `extra` are further JSON values, such as the wandb run id."""
     return {
@@ -32,7 +33,7 @@ def make_meta(
     }
 
 
-def check_asset_ids(norm_stats: Mapping[str, Any]) -> None:
+def check_asset_ids(norm_stats: JsonObject) -> None:
     """Raise ValueError if an asset id cannot name a folder in `assets/`."""
     for asset_id in norm_stats:
         path = pathlib.PurePosixPath(asset_id)
@@ -42,9 +43,7 @@ def check_asset_ids(norm_stats: Mapping[str, Any]) -> None:
             )
 
 
-def write_beside(
-    directory: pathlib.Path, meta: Mapping[str, Any], norm_stats: Mapping[str, Any], files: Mapping[str, bytes]
-) -> None:
+def write_beside(directory: pathlib.Path, meta: JsonObject, norm_stats: JsonObject, files: Mapping[str, bytes]) -> None:
     """Write each `assets/<asset_id>/norm_stats.json`, `files` by path and `meta.json` into a checkpoint's folder."""
     for asset_id, stats in norm_stats.items():
         write_json(directory / "assets" / asset_id / "norm_stats.json", stats)

@@ -2,13 +2,13 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from openpi_train import families
 from openpi_train.checkpoints.checkpoint_formats import named
 from openpi_train.checkpoints.parity import num_values
 from openpi_train.interop.stored_leaves import Stored
+from openpi_train.json_object import JsonObject
 
 _REPOSITORY = "openpi_train"
 
@@ -18,7 +18,7 @@ def model_card(
     form: str,
     name: str,
     *,
-    results: Mapping[str, Any] | None = None,
+    results: JsonObject | None = None,
     command: Sequence[str] | None = None,
 ) -> str:
     """The card's text (Markdown with a YAML header).
@@ -46,7 +46,7 @@ def model_card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _head(library: str, experiment: Mapping[str, Any]) -> str:
+def _head(library: str, experiment: JsonObject) -> str:
     model = (experiment.get("model") or {}).get("__class__", "")
     task = next((one.hub_tasks[model] for one in families.registered() if model in one.hub_tasks), "robotics")
     tags = [task, _REPOSITORY, *([experiment["name"]] if "name" in experiment else [])]
@@ -54,7 +54,7 @@ def _head(library: str, experiment: Mapping[str, Any]) -> str:
     return f"---\nlibrary_name: {library}\npipeline_tag: {task}\ntags:\n{listed}\n---"
 
 
-def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> str:
+def _training(experiment: JsonObject, command: Sequence[str] | None) -> str:
     if not experiment:
         return ""
     words = command or ("python", "-m", _REPOSITORY, experiment["name"], "--exp-name", experiment["exp_name"])
@@ -68,7 +68,7 @@ def _training(experiment: Mapping[str, Any], command: Sequence[str] | None) -> s
     )
 
 
-def _data(experiment: Mapping[str, Any]) -> str:
+def _data(experiment: JsonObject) -> str:
     rows = []
     for dataset in experiment.get("data", {}).get("datasets", ()):
         source = dataset.get("source", dataset)  # texts have their path without a source
@@ -76,7 +76,7 @@ def _data(experiment: Mapping[str, Any]) -> str:
     return f"## Data\n\n{_table(('dataset', 'weight', 'robot'), rows)}" if rows else ""
 
 
-def _metrics(results: Mapping[str, Any] | None) -> str:
+def _metrics(results: JsonObject | None) -> str:
     if not results:
         return ""
     metrics, rows = results.get("training_metrics", {}), []
@@ -91,7 +91,7 @@ def _metrics(results: Mapping[str, Any] | None) -> str:
     return f"## Results\n\n{on}{_table(('metric', 'value'), numbers)}" if numbers else ""
 
 
-def _norm_stats(norm_stats: Mapping[str, Any]) -> str:
+def _norm_stats(norm_stats: JsonObject) -> str:
     tables = []
     for asset_id, content in norm_stats.items():
         for array, entry in content.get("norm_stats", {}).items():
@@ -102,6 +102,6 @@ def _norm_stats(norm_stats: Mapping[str, Any]) -> str:
     return "\n\n".join(["## Norm stats", *tables]) if tables else ""
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)

@@ -17,12 +17,13 @@ from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, at_hand
 from openpi_train.models.language.language_part import language_of
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.parallel.params import merge_module
+from openpi_train.types import Batch, Network
 
 _ROWS, _TOKENS = 2, 16
 _AT_ONCE = 1 << 20
 
 
-def _velocity(model: Any, batch: Any) -> jax.Array:
+def _velocity(model: Network, batch: Batch) -> jax.Array:
     times = jnp.linspace(0.1, 0.9, batch.actions.shape[0])[:, None]
     return model.velocity(batch.observation, batch.actions[:, None], times)
 
@@ -32,7 +33,7 @@ def _one_text(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens)
 
 
-def _reconstruction(model: Any, batch: Any) -> jax.Array:
+def _reconstruction(model: Network, batch: Batch) -> jax.Array:
     noise = jnp.zeros((len(batch.actions), model.config.latent_dim))
     return model.reconstruct(batch.observation, batch.actions, batch.action_mask, noise)[0]
 

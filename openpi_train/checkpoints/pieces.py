@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from openpi_train.checkpoints.layout import Leaves
+from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.device_limits import host_available_bytes
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def fetch_share(items: Mapping[str, Leaves]) -> dict[str, np.ndarray]:
     return _to_host(found)
 
 
-def writes(device: Any, number: int, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
+def writes(device: JaxDevice, number: int, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
     """Whether a leaf's piece on this device is written from here, and not from another device with the same piece.
 
     `number` is the leaf's number: processes, and devices within them, take turns leaf by leaf.

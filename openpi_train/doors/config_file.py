@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 Flag = tuple[str, ...]
@@ -39,7 +40,7 @@ class ConfigFile:
         open_word: a value that stands for the experiment's own; None: there is none.
     """
 
-    def __init__(self, config: Mapping[str, Any], unmapped: Mapping[str, str], owner: str, open_word: str | None):
+    def __init__(self, config: JsonObject, unmapped: Mapping[str, str], owner: str, open_word: str | None):
         self._unmapped, self._owner, self._open_word = unmapped, owner, open_word
         self._or_open = f', or "{open_word}"' if open_word else ""
         self.flags: dict[str, Any] = {}
@@ -99,7 +100,7 @@ class ConfigFile:
         value = self.boolean(key)
         return None if value is None else "full" if value else "none"
 
-    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], in_words: str) -> Any:
+    def _get(self, key: str, default: object, kind: type | tuple[type, ...], in_words: str) -> Any:
         self._asked.add(key)
         value = self.values.get(key)
         if value is None:
@@ -112,7 +113,7 @@ class ConfigFile:
             raise UsageError(f"{self.shown(key)} is {json.dumps(value)}; it must be {in_words}{self._or_open}")
         return value
 
-    def flag(self, name: str, value: Any, *keys: str) -> None:
+    def flag(self, name: str, value: object, *keys: str) -> None:
         """Record that `keys` give `--name value`; does nothing if the value is None."""
         if value is None:
             return
@@ -127,11 +128,13 @@ class ConfigFile:
         for key, meaning in self._meaning.items():
             self._meaning[key] = [why if one == flag else one for one in meaning]
 
-    def becomes(self, key: str, name: str, read: Callable[["ConfigFile", str, Any], Any], default: Any = None) -> None:
+    def becomes(
+        self, key: str, name: str, read: Callable[["ConfigFile", str, Any], object], default: object = None
+    ) -> None:
         """Record that `key` gives `--name`, with the value that `read`, one of the methods above, returns."""
         self.flag(name, read(self, key, default), key)
 
-    def agreed(self, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
+    def agreed(self, read: Callable[..., object], *keys: str, **how: object) -> Any:
         """The value of a thing with several spellings; None if it has none. Raises UsageError if two differ.
 
         Args: `read` is one of the methods that read a key, `how` its further arguments.
@@ -144,7 +147,7 @@ class ConfigFile:
                 raise contradiction(f"{one} and {other}")
         return next(iter(found.values()), None)
 
-    def spelled(self, name: str, read: Callable[..., Any], *keys: str, **how: Any) -> Any:
+    def spelled(self, name: str, read: Callable[..., object], *keys: str, **how: object) -> Any:
         """Record that any of `keys` gives `--name`; returns its value. Raises as `agreed`."""
         value = self.agreed(read, *keys, **how)
         self.flag(name, value, *keys)
@@ -165,7 +168,7 @@ class ConfigFile:
         for key in self.values.keys() & keys:
             self._meaning.setdefault(key, []).append(text)
 
-    def only(self, key: str, value: Any, why: str, note: str = "") -> None:
+    def only(self, key: str, value: object, why: str, note: str = "") -> None:
         """Note a key that can have this value alone, and `why`, or another text. Raises UsageError for other values."""
         given = self.values.get(key, value)
         if given != value:
@@ -244,12 +247,12 @@ def contradiction(text: str) -> UsageError:
     return UsageError(f"{text}: they contradict each other; keep one of them, or make them equal")
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """A value as messages show it."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def words(name: str, value: Any) -> Flag:
+def words(name: str, value: object) -> Flag:
     """A flag as command-line arguments; the entries of a tuple are a word each."""
     if isinstance(value, bool):
         head, _, last = name.rpartition(".")
@@ -267,7 +270,7 @@ def not_replaced(flags: Sequence[Flag], given: Sequence[str], replaced: Mapping[
     return [flag for flag in flags if flag[0] not in left_out]
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(config: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The entries of nested mappings by dotted key."""
     for key, value in config.items():
         if isinstance(value, dict):

@@ -13,6 +13,7 @@ import yaml
 
 from openpi_train.doors import guide_files
 from openpi_train.doors.config_file import ConfigFile, as_json, contradiction, flatten
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 _TRAINING = "training"
@@ -31,7 +32,7 @@ class YamlFile(ConfigFile):
     Raises UsageError if a key stands in `training` and at the top with two values.
     """
 
-    def __init__(self, config: Mapping[str, Any], unmapped: Mapping[str, str], owner: str, given: Mapping[str, Any]):
+    def __init__(self, config: JsonObject, unmapped: Mapping[str, str], owner: str, given: JsonObject):
         super().__init__(_one_level({**config}), unmapped, owner, open_word=None)
         inside = config.get(_TRAINING, {})
         self._in_training = {key for key, _ in flatten(inside) if key not in given}
@@ -54,7 +55,7 @@ class YamlFile(ConfigFile):
             raise UsageError(f"{self.shown(key)} is {value!r}; allowed: {', '.join(allowed)}")
         return None if value is None else value.lower()
 
-    def flag(self, name: str, value: Any, *keys: str) -> None:
+    def flag(self, name: str, value: object, *keys: str) -> None:
         super().flag(name, value, *keys)
         if value is not None:
             self.origin[name] = tuple(key for key in keys if key in self.values)
@@ -118,7 +119,7 @@ def read_yaml(path: str | Path) -> Mapping[str, Any]:
     return config
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Integer, Key
 
 from openpi_train.envs.env import Env, NoEnv
@@ -126,7 +127,7 @@ def episode_keys(config: ClosedLoop, numbers: np.ndarray) -> Key[Array, " b"]:
 
 
 @jax.jit
-def _keys(seed: Any, tasks: Integer[Array, " b"], attempts: Integer[Array, " b"]) -> Key[Array, " b"]:
+def _keys(seed: ArrayLike, tasks: Integer[Array, " b"], attempts: Integer[Array, " b"]) -> Key[Array, " b"]:
     def key(task, attempt):
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task), attempt)
 

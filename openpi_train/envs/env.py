@@ -14,6 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from openpi_train.types import pytree
 
+# The states of a batch of episodes: what an environment keeps of them, opaque to all others.
+EnvStates = Any
+
 
 @pytree
 class EnvObservation:
@@ -55,11 +58,11 @@ class Env(abc.ABC):
         """The task's language instruction, as given to a policy."""
 
     @abc.abstractmethod
-    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> Any:
+    def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> EnvStates:
         """New episodes: each row's initial state depends only on its key and task, and is not yet a success."""
 
     @abc.abstractmethod
-    def step(self, states: Any, actions: Float[Array | np.ndarray, "b a"]) -> Any:
+    def step(self, states: EnvStates, actions: Float[Array | np.ndarray, "b a"]) -> EnvStates:
         """The states one control step later."""
 
     def executed(self, actions: Float[Array | np.ndarray, "b a"]) -> Float[Array | np.ndarray, "b a"]:
@@ -67,14 +70,14 @@ class Env(abc.ABC):
         return actions
 
     @abc.abstractmethod
-    def observe(self, states: Any) -> EnvObservation:
+    def observe(self, states: EnvStates) -> EnvObservation:
         """The current observation in each episode."""
 
     @abc.abstractmethod
-    def success(self, states: Any) -> Bool[Array | np.ndarray, " b"]:
+    def success(self, states: EnvStates) -> Bool[Array | np.ndarray, " b"]:
         """Whether each episode has reached its task's goal, computed from the state and not from pictures."""
 
-    def reward(self, states: Any) -> Float[Array | np.ndarray, " b"]:
+    def reward(self, states: EnvStates) -> Float[Array | np.ndarray, " b"]:
         """The reward of the last control step in each episode, which says more than success. Only with `has_reward`."""
         raise NotImplementedError(f"{type(self).__name__} has no rewards")
 
@@ -86,7 +89,7 @@ class Env(abc.ABC):
         return self
 
     def demonstrate(
-        self, states: Any, keys: Key[Array, " b"]
+        self, states: EnvStates, keys: Key[Array, " b"]
     ) -> tuple[Float[Array | np.ndarray, "b a"], Float[Array | np.ndarray, "b a"]]:
         """The scripted expert's command in each episode, and the action to execute: the command with noise from `keys`.
 
@@ -94,7 +97,7 @@ class Env(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no scripted expert")
 
-    def pictures(self, states: Any, rows: np.ndarray) -> Mapping[str, np.ndarray]:
+    def pictures(self, states: EnvStates, rows: np.ndarray) -> Mapping[str, np.ndarray]:
         """Pictures of these rows for videos, uint8 [rows, height, width, 3] by camera.
 
         By default what the policy sees; environments without cameras may render too. Empty if it is impossible.
@@ -117,7 +120,7 @@ class NoEnv(Env):
     def tasks(self) -> tuple[str, ...]:
         return ()
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+    def _nothing(self, *args: object, **kwargs: object) -> Any:
         raise ValueError("there is no environment: give the experiment one in eval.closed_loop.env")
 
     instruction = reset = step = observe = success = _nothing

@@ -20,7 +20,7 @@ _IDLE: dict[tuple[Callable[..., Any], Hashable], list[Any]] = collections.defaul
 class Leased(list[Any]):
     """Simulators that `make(*arguments)` makes where none is idle; `num_steps` are the control steps of the batch."""
 
-    def __init__(self, make: Callable[..., Any], arguments: Sequence[tuple[Hashable, ...]]):
+    def __init__(self, make: Callable[..., object], arguments: Sequence[tuple[Hashable, ...]]):
         keys: list[tuple[Callable[..., Any], Hashable]] = [(make, one) for one in arguments]
         super().__init__(_IDLE[make, one].pop() if _IDLE[make, one] else make(*one) for one in arguments)
         self.num_steps = 0
@@ -35,7 +35,7 @@ class Leased(list[Any]):
             )
 
 
-def add_idle(make: Callable[..., Any], arguments: tuple[Hashable, ...], simulator: Any) -> None:
+def add_idle(make: Callable[..., object], arguments: tuple[Hashable, ...], simulator: object) -> None:
     """Whoever next needs what `make(*arguments)` makes gets this one."""
     _IDLE[make, arguments].append(simulator)
 
@@ -50,6 +50,6 @@ def numbers_of(keys: Key[jax.Array, " b"]) -> UInt64[np.ndarray, " b"]:
     return np.asarray(jax.random.key_data(keys)).astype(np.uint64) @ np.array([0x9E3779B1, 1], np.uint64)
 
 
-def _give_back(keys: list[tuple[Callable[..., Any], Hashable]], simulators: tuple[Any, ...]) -> None:
+def _give_back(keys: list[tuple[Callable[..., Any], Hashable]], simulators: tuple[object, ...]) -> None:
     for key, simulator in zip(keys, simulators, strict=True):
         _IDLE[key].append(simulator)

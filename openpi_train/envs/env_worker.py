@@ -12,9 +12,12 @@ import traceback
 from collections.abc import Mapping
 from multiprocessing import parent_process, shared_memory
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:  # it imports jax
+    from openpi_train.envs.env import Env
 
 # Name of an entry -> offset in bytes, shape, dtype.
 Layout = Mapping[str, tuple[int, tuple[int, ...], str]]
@@ -42,7 +45,7 @@ def serve(connection: Connection, pickled_env: bytes) -> None:
 class _Worker:
     """The states of this process's episodes, by the number of their batch. Its methods are the requests."""
 
-    def __init__(self, env: Any):
+    def __init__(self, env: "Env"):
         self._env = env
         self._states: dict[int, Any] = {}
         self._shared: dict[int, tuple[shared_memory.SharedMemory, Layout]] = {}

@@ -131,7 +131,7 @@ class GymEnv(Env):
         """Gymnasium's; 0 where an episode is over."""
         return states.rewards
 
-    def _succeeded(self, terminated: bool, told: Mapping[str, Any]) -> bool:
+    def _succeeded(self, terminated: bool, told: Mapping[str, object]) -> bool:
         if self.success_entry == "terminated":
             return bool(terminated)
         if self.success_entry not in told:
@@ -165,7 +165,7 @@ class _Sizes:
     cameras: tuple[str, ...]
 
 
-def as_dictionary(observation: Any) -> Mapping[str, np.ndarray]:
+def as_dictionary(observation: object) -> Mapping[str, np.ndarray]:
     """An observation by name; an array alone is called state."""
     return observation if isinstance(observation, Mapping) else {"state": np.asarray(observation)}
 

@@ -229,7 +229,7 @@ class _Pool:
         self._batches[batch.number] = batch
         return batch
 
-    def ask(self, batch: _Batch, requests: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def ask(self, batch: _Batch, requests: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """The answers of workers to these requests, which they work on at the same time."""
         try:
             return self._asked(batch, requests)
@@ -237,7 +237,7 @@ class _Pool:
             self.close()  # other answers may still come
             raise
 
-    def _asked(self, batch: _Batch, requests: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _asked(self, batch: _Batch, requests: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         self._forget()
         lost = {index for index, request in requests.items() if not self.workers[index].send(request)}
         answers = {}
@@ -260,7 +260,7 @@ class _Pool:
             self.ended.append((batch.number, batch._blocks))
         self._forget(tell=False)
 
-    def _repeated(self, batch: _Batch, index: int, request: tuple[Any, ...], problem: str) -> Any:
+    def _repeated(self, batch: _Batch, index: int, request: tuple[object, ...], problem: str) -> Any:
         """The answer of a new worker, which first comes to the states of the one that was lost."""
         for _ in range(_RESTARTS):
             logger.warning("worker %d of %s: %s; it is started again", index, self.name, problem)
@@ -309,7 +309,7 @@ class _Process:
         other.close()
         self._is_new = True
 
-    def send(self, request: tuple[Any, ...]) -> bool:
+    def send(self, request: tuple[object, ...]) -> bool:
         """Whether the request could be sent."""
         try:
             self._connection.send(request)

@@ -30,7 +30,7 @@ class View:
         self._drawn = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._drawn)
 
-    def picture(self, data: Any) -> UInt8[np.ndarray, "size size 3"]:
+    def picture(self, data: object) -> UInt8[np.ndarray, "size size 3"]:
         """The camera's current picture."""
         _make_current()
         mujoco.mjv_updateScene(

@@ -3,7 +3,6 @@
 import difflib
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 from openpi_train.envs.env import Env
 
@@ -59,7 +58,7 @@ def _maniskill(task: str, _: int | None) -> Env:
     return _of("in_processes", "ProcessEnv", env=env)
 
 
-def _of(module: str, kind: str, **fields: Any) -> Env:
+def _of(module: str, kind: str, **fields: object) -> Env:
     return getattr(importlib.import_module(f"openpi_train.envs.{module}"), kind)(**fields)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 from PIL import Image
 
-from openpi_train.envs.env import Env
+from openpi_train.envs.env import Env, EnvStates
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class VideoRecorder:
         for row in rows.tolist():
             self._names[int(numbers[row])] = self._env.tasks[int(tasks[row])]
 
-        def note(states: Any, done: Bool[np.ndarray, " b"]) -> None:
+        def note(states: EnvStates, done: Bool[np.ndarray, " b"]) -> None:
             wanted = np.asarray([row for row, frames in left.items() if frames], np.int64)
             pictures = self._env.pictures(states, wanted) if len(wanted) else {}
             for place, row in enumerate(wanted.tolist()):

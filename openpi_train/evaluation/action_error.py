@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +24,7 @@ class ActionError(Measure):
 
     name = "open loop"
 
-    def __init__(self, running: EvaluationContext, num_sample_steps: int, train_batches: Sequence[Any] = ()):
+    def __init__(self, running: EvaluationContext, num_sample_steps: int, train_batches: Sequence[object] = ()):
         """`train_batches`: fixed rows of the training split, the same at every evaluation."""
         trainer = running.trainer
         self._batches = {"val": running.held_out, "train": train_batches}
@@ -61,7 +62,9 @@ class ActionError(Measure):
         return float(spread.sum() / count.sum())
 
 
-def action_error(trainer: TrainerView, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: Any):
+def action_error(
+    trainer: TrainerView, num_steps: int, params: Params, frozen: Params, batch: ActionBatch, index: jax.Array
+):
     """Sum and count of the squared errors over the batch of held-out rows with this index."""
 
     def share(params, batch, start):

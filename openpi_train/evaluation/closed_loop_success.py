@@ -6,7 +6,6 @@ Read next: `envs/closed_loop.py`, `robot_rows.py`.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measur
 from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.fields import as_json
+from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import as_policy
 from openpi_train.parallel.params import Params
 from openpi_train.runtime import agree
@@ -100,7 +100,7 @@ class ClosedLoopSuccess(Measure):
         return f"success in the environment: {100 * before:.1f} % before, {100 * after:.1f} % after"
 
 
-def write_score(folder: Path, score: Score, recorder: VideoRecorder, settings: Mapping[str, Any]) -> None:
+def write_score(folder: Path, score: Score, recorder: VideoRecorder, settings: JsonObject) -> None:
     """Write `closed_loop.json`, which includes `settings`, and the videos. Every process must call it."""
     videos = sorted(path for part in agree.gather("videos", [path.name for path in recorder.write()]) for path in part)
     if jax.process_index() == 0:

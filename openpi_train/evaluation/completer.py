@@ -17,6 +17,7 @@ from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language.accompanied import policy_of
+from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.mesh import TENSOR
 from openpi_train.parallel.params import Params
 from openpi_train.runtime.exits import UsageError
@@ -105,7 +106,7 @@ def part_of(params: Params, prefix: str) -> Params:
     return {path.removeprefix(prefix): leaf for path, leaf in params.items() if path.startswith(prefix)}
 
 
-def generator_of(language: LanguageConfig, params: Params, devices: Any, **how: Any) -> Generator:
+def generator_of(language: LanguageConfig, params: Params, devices: Devices, **how: Any) -> Generator:
     """A generator of a language model in a run, on its `devices`; `how` are further arguments of `Generator`."""
     graphdef = nnx.split(nnx.eval_shape(lambda: language.build(nnx.Rngs(0))))[0]
     return Generator(graphdef, params, dataclasses.replace(devices, graphdef=graphdef), **how)

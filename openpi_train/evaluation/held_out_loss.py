@@ -8,12 +8,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.evaluation.sums import Ratio, Sums, numbered_keys
+from openpi_train.objectives.objective import Norms
 from openpi_train.parallel.params import Params, merge_module
-from openpi_train.types import TextBatch
+from openpi_train.types import Batch, Network, TextBatch
 
 
 class HeldOutLoss(Measure):
@@ -51,7 +53,7 @@ class HeldOutLoss(Measure):
 
 
 def loss_sums(
-    trainer: TrainerView, params: Params, frozen: Params, norms: Any, batch: Any, index: Any
+    trainer: TrainerView, params: Params, frozen: Params, norms: Norms, batch: Batch, index: jax.Array
 ) -> dict[str, Any]:
     """The loss and the metrics of the `index`-th held-out batch, all of them sums over its rows by `norms`."""
 
@@ -82,7 +84,7 @@ class Perplexity(Ratio):
             return {name: float(np.exp(np.float64(value))) for name, value in super().__call__(evaluated).items()}
 
 
-def negative_log_likelihood(model: Any, batch: TextBatch, first: Any) -> tuple[Any, Any]:
+def negative_log_likelihood(model: Network, batch: TextBatch, first: jax.Array) -> tuple[Any, Any]:
     """The sum over the targets of some rows, and their weight."""
     del first
     x = model(batch.tokens, batch.positions, batch.segments)

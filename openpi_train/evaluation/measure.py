@@ -11,11 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
 
-from openpi_train.data.core.interface import OpenedData
+from openpi_train.data.core.interface import Data, OpenedData
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.objectives.objective import Objective
+from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.params import Params
 from openpi_train.parallel.strategy import Plan
 
@@ -35,7 +36,7 @@ class TrainerView(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def devices(self) -> Any: ...
+    def devices(self) -> Devices: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class Evaluations:
     def require(self) -> None:
         """Raise UsageError for a package that a measure needs and that is not installed (default: none is)."""
 
-    def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
+    def generation_size(self, model: ModelConfig, data: Data) -> GenerationSize | None:
         """The most texts that a device generates at a time for the measures. Default: none."""
         del model, data
         return None

@@ -54,7 +54,7 @@ def program(trainer: TrainerView, draw: Draw) -> Callable[[Params, Observation, 
     row.
     """
 
-    def drawn(params: Params, observation: Any, key_data: Any) -> Any:
+    def drawn(params: Params, observation: object, key_data: object) -> Any:
         def share(params, batch, rest):
             model: Any = merge_module(trainer.graphdef, params)
             observation, data = batch

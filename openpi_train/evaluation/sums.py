@@ -8,23 +8,25 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Key
 
 from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.keys import for_purpose, row_keys
-from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.params import Params, merge_module
 from openpi_train.runtime import agree
 from openpi_train.runtime.preempt import StoppedError
+from openpi_train.types import Batch, Tree
 
 
 class CompiledPrograms:
     """Functions by name, each compiled once for inputs with the same shardings. All processes call the same ones."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]]):
+    def __init__(self, functions: Mapping[str, Callable[..., object]]):
         self._functions = functions
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, name: str, *inputs: Any) -> Any:
+    def __call__(self, name: str, *inputs: Tree) -> Any:
         """The function's result, on the devices."""
         key = (name, *(leaf.sharding for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array)))
         if key not in self._compiled:
@@ -37,10 +39,10 @@ class CompiledPrograms:
 class Sums:
     """Sums of programs by name, each a function of arguments, a batch and the batch's index."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], running: EvaluationContext):
+    def __init__(self, functions: Mapping[str, Callable[..., object]], running: EvaluationContext):
         self._programs, self._stop_requested = CompiledPrograms(functions), running.stop_requested
 
-    def __call__(self, name: str, *arguments: Any, batches: Sequence[Any]) -> Any:
+    def __call__(self, name: str, *arguments: Tree, batches: Sequence[Batch]) -> Any:
         """The sum of a program's results over `batches`, in float64 on the host. Raises StoppedError if stopped.
 
         Waits for each batch: with dozens of programs in flight, CPU devices of several processes deadlock, each waiting
@@ -54,7 +56,7 @@ class Sums:
         return jax.tree.map(lambda *each: np.sum(each, axis=0, dtype=np.float64), *parts)
 
 
-def numbered_keys(trainer: TrainerView, batch: Any, start: Any, purpose: str) -> Key[Array, " b"]:
+def numbered_keys(trainer: TrainerView, batch: Batch, start: ArrayLike, purpose: str) -> Key[Array, " b"]:
     """A key per row, from its number among all held-out rows at any batch size; `start` is the number of row 0."""
     return for_purpose(row_keys(trainer.seed, 0, start + batch.row), purpose)
 
@@ -66,7 +68,7 @@ class Ratio(Measure):
     among all held-out rows.
     """
 
-    def __init__(self, running: EvaluationContext, name: str, share: Callable[[Any, Any, Any], tuple[Any, Any]]):
+    def __init__(self, running: EvaluationContext, name: str, share: Callable[[Any, Any, Any], tuple[object, object]]):
         self.name, self._trainer, self._share = name, running.trainer, share
         self._batches, self._sum = running.held_out, Sums({name: self._sums}, running)
 
@@ -81,7 +83,7 @@ class Ratio(Measure):
             values[f"val/{self.name}{suffix}"] = float(above / below)
         return values
 
-    def _sums(self, params: Any, batch: Any, index: Any) -> Any:
+    def _sums(self, params: Params, batch: Batch, index: jax.Array) -> Any:
         def share(params, batch, first):
             return self._share(merge_module(self._trainer.graphdef, params), batch, first)
 

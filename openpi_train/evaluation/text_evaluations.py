@@ -235,7 +235,7 @@ class TextEvaluations(Evaluations):
             problems.append(f"--eval.scores names {', '.join(twice)} twice: their metrics would have the same name")
         return problems
 
-    def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
+    def generation_size(self, model: ModelConfig, data: object) -> GenerationSize | None:
         found = policy_of(model)
         if not self.num_prompts or found is None or not isinstance(data, TextData):
             return None

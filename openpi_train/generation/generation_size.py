@@ -1,7 +1,9 @@
 """`GenerationSize`: how much a run generates at a time. Read next: `generator.py`; `planning/generation.py`."""
 
 import dataclasses
-from typing import Any
+
+import jax
+from jax.typing import DTypeLike
 
 from openpi_train.models.language import LanguageConfig
 
@@ -23,7 +25,7 @@ class GenerationSize:
     flag: str
 
 
-def dtype_held(path: str, leaf: Any, dtype: Any) -> Any:
+def dtype_held(path: str, leaf: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike) -> DTypeLike:
     """The type in which a parameter of a decoder is held to generate in `dtype`.
 
     Layers read vectors (norms, biases) in float32.

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from openpi_train.generation import token_rows
 from openpi_train.generation.generation_size import dtype_held
@@ -22,13 +23,16 @@ from openpi_train.generation.token_rows import NONE, NUM_TOP, Admission, NewRowT
 from openpi_train.nn.decoder import Decoder
 from openpi_train.nn.key_value_cache import KeyValueCache
 from openpi_train.nn.token_limits import RowSettings
+from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR
-from openpi_train.parallel.params import Params, merge_module
-from openpi_train.types import tree_of
+from openpi_train.parallel.params import ParamLeaves, Params, merge_module
+from openpi_train.types import Tree, tree_of
 
 # Why a completion ended: a token or text that ends it; its largest number of tokens.
 FinishReason = Literal["stop", "length"]
 
+# (decoder, what the program is given, the rows) -> (what it finds, the rows after it).
+RowProgram = Callable[[Decoder, Any, TokenRows], tuple[Any, TokenRows]]
 # The least length that programs are compiled for; others are this times a power of two.
 _LEAST_LENGTH = 32
 # Rows of a device whose prompts are read by one call: this or less, by powers of this.
@@ -90,7 +94,7 @@ class Generator:
         self,
         graphdef: nnx.GraphDef,
         params: Params,
-        devices: Any,
+        devices: Devices,
         *,
         num_rows: int,
         max_length: int,
@@ -319,10 +323,10 @@ class Generator:
                 stops = (*self._end_ids, *request.settings.stop_ids)
                 stop_ids[number, : len(stops)] = stops
 
-        def values(of: Callable[[GenerationRequest], Any], dtype: Any = np.int32) -> np.ndarray:
+        def values(of: Callable[[GenerationRequest], float], dtype: DTypeLike = np.int32) -> np.ndarray:
             return np.asarray([0 if request is None else of(request) for request in requests], dtype)
 
-        def setting(name: str, dtype: Any) -> np.ndarray:
+        def setting(name: str, dtype: DTypeLike) -> np.ndarray:
             return values(lambda request: getattr(request.settings, name), dtype)
 
         return tree_of(
@@ -365,23 +369,21 @@ class Generator:
 
         return ("decode", *fixed.values()), program
 
-    def _call(
-        self, key: Hashable, function: Callable[[Decoder, Any, TokenRows], tuple[Any, TokenRows]], given: Any
-    ) -> Any:
+    def _call(self, key: Hashable, function: RowProgram, given: object) -> Any:
         """Run the program `key`, which is made of `function`, on all rows; keep the rows, and return what it found."""
         with jax.set_mesh(self._devices.plan.real_mesh):
             found, self._rows = self._program(key, function)(self._params, given, self._rows)
         return found
 
-    def _program(self, key: Hashable, function: Callable[[Decoder, Any, TokenRows], tuple[Any, TokenRows]]) -> Any:
+    def _program(self, key: Hashable, function: RowProgram) -> Any:
         """The compiled program `key`, made of `function`."""
         plan, specs = self._devices.plan, (PartitionSpec(), self._row_specs)
 
-        def on_rows(params: Any, both: tuple[Any, TokenRows], _: None) -> tuple[Any, TokenRows]:
+        def on_rows(params: ParamLeaves, both: tuple[Tree, TokenRows], _: None) -> tuple[Any, TokenRows]:
             decoder: Any = merge_module(self._graphdef, params)
             return function(decoder, *both)
 
-        def run(params: Params, given: Any, rows: TokenRows) -> tuple[Any, TokenRows]:
+        def run(params: Params, given: object, rows: TokenRows) -> tuple[Any, TokenRows]:
             found, rows = self._devices.rows(on_rows, params, (given, rows), None, tensor_specs=(specs, specs))
             return jax.lax.with_sharding_constraint(found, plan.replicated), rows
 

@@ -5,10 +5,10 @@ within a tensor group. Read next: `generator.py`, which compiles and calls them;
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from openpi_train.generation.token_choice import choose_tokens
@@ -68,7 +68,7 @@ class NewRowTokens:
     left: Int[Array, " b"]
 
 
-def free_rows(sizes: DecoderSizes, dtype: Any, num_rows: int, num_slots: int, num_stops: int) -> TokenRows:
+def free_rows(sizes: DecoderSizes, dtype: DTypeLike, num_rows: int, num_slots: int, num_stops: int) -> TokenRows:
     """Rows without completions, with a cache of `num_slots` tokens each in `dtype`."""
     shape = (num_rows, sizes.num_kv_heads, num_slots, sizes.head_dim)
 

@@ -23,7 +23,7 @@ _CLASS, _PACKAGE = "__class__", "openpi_train"
 _OLD_NAMES = {"MetaWorld": "MetaWorldEnv", "Tabletop": "TabletopEnv"}
 
 
-def classes_of(config: Any) -> dict[str, type]:
+def classes_of(config: object) -> dict[str, type]:
     """The classes of a config and of everything in it, by name."""
     if isinstance(config, Mapping | list | tuple):
         parts = list(config.values() if isinstance(config, Mapping) else config)
@@ -35,7 +35,7 @@ def classes_of(config: Any) -> dict[str, type]:
 
 
 def config_from_json(
-    value: Any, hint: Any, where: str, known: Mapping[str, type], left_out: list[str] | None = None
+    value: object, hint: object, where: str, known: Mapping[str, type], left_out: list[str] | None = None
 ) -> Any:
     """The config that `fields.as_json` stored as `value`, of the type `hint`; `where` names it in messages.
 
@@ -65,7 +65,7 @@ def config_from_json(
 
 
 def _dataclass(
-    value: Mapping[str, Any], cls: type, where: str, known: Mapping[str, type], left_out: list[str] | None
+    value: Mapping[str, object], cls: type, where: str, known: Mapping[str, type], left_out: list[str] | None
 ) -> Any:
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     unknown = sorted(value.keys() - fields - retired(cls) - {_CLASS})
@@ -90,14 +90,14 @@ def _dataclass(
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _parts(hint: Any) -> list[Any]:
+def _parts(hint: object) -> list[Any]:
     """The alternatives of a type hint."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return [part for one in typing.get_args(hint) for part in _parts(one)]
     return [hint]
 
 
-def _find(name: str, hint: Any, known: Mapping[str, type]) -> type | None:
+def _find(name: str, hint: object, known: Mapping[str, type]) -> type | None:
     """The class `name`, or its present name, that is allowed for the type `hint`; imports its module if needed."""
     bases = [part for part in _parts(hint) if isinstance(part, type)]
     if name in known and issubclass(known[name], tuple(bases)):

@@ -23,6 +23,7 @@ from openpi_train.interop.lerobot_folder import (
 )
 from openpi_train.interop.place import Place
 from openpi_train.interop.robot_actions import ActionDims, numbered
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 Steps = Sequence[tuple[str, Mapping[str, Any]]]
@@ -30,9 +31,7 @@ Steps = Sequence[tuple[str, Mapping[str, Any]]]
 _KNOWN = {RENAME, BATCH, DEVICE, NORMALIZE, UNNORMALIZE, TOKENIZE, RELATIVE, ABSOLUTE}
 
 
-def read_action_dims(
-    folder: Place, config: Mapping[str, Any], own_steps: Collection[str] = frozenset()
-) -> ActionDims | None:
+def read_action_dims(folder: Place, config: JsonObject, own_steps: Collection[str] = frozenset()) -> ActionDims | None:
     """Which actions of the folder's policy are relative to the state; None if it has no processors.
 
     `own_steps` are the names of steps that such a policy has beside the common ones.
@@ -74,7 +73,7 @@ def _steps(folder: Place, file: str) -> Steps:
     return [(str(step.get("registry_name") or step.get("class")), step.get("config", {})) for step in steps]
 
 
-def norm_map_of(folder: Place, config: Mapping[str, Any]) -> Mapping[str, str]:
+def norm_map_of(folder: Place, config: JsonObject) -> Mapping[str, str]:
     """How the policy normalises states and actions: as its normaliser says, else as its config does."""
     return {
         **config.get("normalization_mapping", {}),
@@ -84,9 +83,7 @@ def norm_map_of(folder: Place, config: Mapping[str, Any]) -> Mapping[str, str]:
     }
 
 
-def _contradictions(
-    config: Mapping[str, Any], before: Steps, after: Steps, relative: bool, absolute: bool
-) -> list[str]:
+def _contradictions(config: JsonObject, before: Steps, after: Steps, relative: bool, absolute: bool) -> list[str]:
     """Where the steps around the model, and its config, say different things of the policy's states and actions."""
     problems = []
     if relative is not absolute:
@@ -117,7 +114,7 @@ def _lerobots_mask(names: Sequence[str] | None, excluded: Sequence[str], width: 
     return (*found, *(True for _ in range(width - len(found))))
 
 
-def relative_settings(actions: ActionDims | None, config: Mapping[str, Any]) -> dict[str, Any]:
+def relative_settings(actions: ActionDims | None, config: JsonObject) -> dict[str, Any]:
     """The settings of the step that takes actions relative, which excludes dims by name, `enabled` among them.
 
     Raises UsageError if LeRobot's cannot: it adds the state's dim at the same place.

@@ -21,6 +21,8 @@ from openpi_train.data.robot.normalize import CONSTANT_RANGE
 from openpi_train.interop import safetensors_file
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, StoredLeaf, in_memory
+from openpi_train.json_object import JsonObject
+from openpi_train.models.model_config import ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ def read_stats(folder: Place) -> Leaves:
     return safetensors_file.open_file(folder, files[0])
 
 
-def old_stats(found: Leaves, config: Mapping[str, Any]) -> dict[str, StoredLeaf]:
+def old_stats(found: Leaves, config: JsonObject) -> dict[str, StoredLeaf]:
     """The statistics by their present names, of policies that LeRobot saved before 0.4, which kept them as tensors.
 
     `found` are the tensors, without the prefix.
@@ -122,7 +124,7 @@ def _entry(stats: Leaves, feature: str) -> dict[str, list[float]]:
     return {key: stats[f"{feature}.{key}"].whole().tolist() for key in _STATS if f"{feature}.{key}" in stats}
 
 
-def to_lerobot(norm_stats: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+def to_lerobot(norm_stats: Mapping[str, JsonObject]) -> dict[str, np.ndarray]:
     """The norm stats by LeRobot's names, in float64; unknown quantiles are left out."""
     found = {}
     for name, entry in norm_stats.items():
@@ -164,20 +166,20 @@ def feature(kind: str, *shape: int) -> dict[str, Any]:
     return {"type": kind, "shape": list(shape)}
 
 
-def flag_of(field: str, value: Any) -> str:
+def flag_of(field: str, value: object) -> str:
     """The flag that gives a field of an experiment (`model.unet.widths`) this value."""
     *parts, name = field.replace("_", "-").split(".")
     flag = "--" + ".".join([*parts, f"no-{name}" if value is False else name])
     return flag if isinstance(value, bool) else f"{flag} {_spaced(value)}"
 
 
-def _spaced(value: Any) -> str:
+def _spaced(value: object) -> str:
     """A value as in a command; numbers of a tuple with six digits."""
     return " ".join(f"{one:.6g}" for one in value) if isinstance(value, list | tuple) else str(value)
 
 
 def differences(
-    config: Mapping[str, Any], model: Any, fixed: Mapping[str, Any], equal: Mapping[str, str], name: str
+    config: JsonObject, model: ModelConfig, fixed: Mapping[str, object], equal: Mapping[str, str], name: str
 ) -> list[str]:
     """What a folder's policy says otherwise than the model, and what to do about each.
 
@@ -199,9 +201,9 @@ def differences(
 
 def write_processors(
     directory: Path,
-    config: Mapping[str, Any],
+    config: JsonObject,
     steps: tuple[Sequence[str], Sequence[str]],
-    settings: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, JsonObject],
     stats: Mapping[str, np.ndarray],
 ) -> None:
     """Write the pipelines before and after the model, whose `steps` are given by name, and their norm stats.

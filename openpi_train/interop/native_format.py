@@ -21,6 +21,7 @@ from openpi_train.interop.manifest import MANIFEST, find_damage, write_manifest
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Index, Leaves, Piece, Stored, StoredLeaf
+from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.parallel.params import nested_params
 from openpi_train.runtime.exits import CheckpointError, reported_as
@@ -66,7 +67,7 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     )
 
 
-def _text_length(meta: Mapping[str, Any]) -> int | None:
+def _text_length(meta: JsonObject) -> int | None:
     """The `text_length` of the run's data; older checkpoints have it in their model's config."""
     if "text_length" in meta:
         return meta["text_length"]

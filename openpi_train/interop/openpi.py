@@ -28,6 +28,7 @@ from openpi_train.data.core.files import write_json
 from openpi_train.interop.orbax_item import METADATA, open_item, save_item
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf
+from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import ModelConfig
 from openpi_train.parallel.params import module_params, nested_params
 from openpi_train.runtime.exits import CheckpointError
@@ -119,7 +120,7 @@ def kept(stored: Stored, model: ModelConfig) -> Stored:
     return dataclasses.replace(stored, train_state=state)
 
 
-def write_norm_stats(directory: Path, norm_stats: Mapping[str, Any]) -> None:
+def write_norm_stats(directory: Path, norm_stats: JsonObject) -> None:
     """Write each `assets/<asset_id>/norm_stats.json`."""
     for asset_id, content in norm_stats.items():
         write_json(directory / "assets" / asset_id / "norm_stats.json", content)
@@ -207,7 +208,7 @@ def nested_state(state: Leaves, published: Collection[str]) -> dict[str, Any]:
     return {"params": {}, **_with_tuples(nested_params(leaves)), "ema_params": None}
 
 
-def _with_tuples(tree: Any) -> Any:
+def _with_tuples(tree: object) -> Any:
     """The tree with dicts keyed by numbers replaced by tuples; missing numbers are optax's empty states."""
     if not isinstance(tree, Mapping):
         return tree

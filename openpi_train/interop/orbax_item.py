@@ -51,7 +51,7 @@ def open_item(item: Place) -> Leaves:
     return {path: _leaf(item, path, pending) for path, pending in opening.items()}
 
 
-def save_item(item: Path, tree: Mapping[str, Any]) -> None:
+def save_item(item: Path, tree: Mapping[str, object]) -> None:
     """Write the tree of leaves (or arrays of this host) as Orbax does, piece by piece. Call it in one process.
 
     If it is interrupted, there is no `_METADATA`, so readers do not take the partial output for an item.
@@ -108,7 +108,7 @@ def _write_arrays(item: Path, arrays: Sequence[tuple[str, StoredLeaf]]) -> None:
         raise
 
 
-def _flat(tree: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _flat(tree: object, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """The leaves of nested dicts and tuples, by their keys; None for an empty tuple."""
     if isinstance(tree, Mapping) and tree:
         for key, node in tree.items():

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from openpi_train.interop.place import Place
 from openpi_train.interop.robot_actions import ActionDims
@@ -43,7 +44,7 @@ class StoredLeaf:
     def streamed(
         cls,
         shape: tuple[int, ...],
-        dtype: Any,
+        dtype: np.dtype,
         chunk: tuple[int, ...] | None,
         stream: Callable[[Index], Iterator[Piece]],
     ) -> "StoredLeaf":
@@ -85,7 +86,7 @@ class StoredLeaf:
             stream=stream and (lambda index: ((where, function(piece)) for where, piece in stream(index))),
         )
 
-    def cast(self, dtype: Any) -> "StoredLeaf":
+    def cast(self, dtype: DTypeLike) -> "StoredLeaf":
         """The leaf in another dtype, cast when it is read."""
         return self if self.dtype == dtype else self.map(lambda part: part.astype(dtype))
 
@@ -121,7 +122,7 @@ def common(one: Index, other: Index) -> Index | None:
     return both if all(dim.start < dim.stop for dim in both) else None
 
 
-def assembled(pieces: Iterator[Piece], index: Index, dtype: Any) -> np.ndarray:
+def assembled(pieces: Iterator[Piece], index: Index, dtype: DTypeLike) -> np.ndarray:
     """The part `index` assembled from its pieces, each cast to `dtype`."""
     part = np.empty([one.stop - one.start for one in index], dtype)
     for where, piece in pieces:
@@ -136,13 +137,13 @@ def same_values(one: StoredLeaf, other: StoredLeaf) -> bool:
     return all(np.array_equal(one.read(part), other.read(part)) for part in blocks(one.everything, one.dtype.itemsize))
 
 
-def in_memory(array: Any) -> StoredLeaf:
+def in_memory(array: object) -> StoredLeaf:
     """An array of this host as a leaf."""
     array = np.asarray(array)
     return StoredLeaf(shape=array.shape, dtype=array.dtype, read=lambda index: np.asarray(array[index]))
 
 
-def in_file(file: Any, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0, order: Order = "C") -> StoredLeaf:
+def in_file(file: object, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0, order: Order = "C") -> StoredLeaf:
     """An array in a file (open, or given by its path) as a leaf."""
     return StoredLeaf(shape=shape, dtype=dtype, read=lambda index: mapped(file, dtype, shape, offset, order)[index])
 
@@ -216,7 +217,7 @@ class Stored:
     robots: Mapping[str, Robot] = dataclasses.field(default_factory=dict)
 
 
-def place(leaf: StoredLeaf, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def place(leaf: StoredLeaf, dtype: DTypeLike, sharding: jax.sharding.Sharding) -> jax.Array:
     """Place the leaf on the devices, cast to `dtype`. Each process reads only what its own devices hold, once.
 
     Parts of several devices in the same chunk are read together and split on the host. Every process must call it.

@@ -70,14 +70,14 @@ def open_payload(path: Path) -> tuple[Mapping[str, Leaves], Any]:
         return models, _plain(found.get("cfg"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The numbers, words, lists and dicts that a pickled OmegaConf holds; None in place of anything else.
 
     Raises ValueError if they are too many, or too deep, as where one holds itself.
     """
     left = _MOST_PLAIN
 
-    def plain(value: Any, depth: int) -> Any:
+    def plain(value: object, depth: int) -> Any:
         nonlocal left
         left -= 1
         if not left or depth > _DEEPEST:
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
     return plain(value, 0)
 
 
-def _tensors(path: Path, found: Any, places: _Places) -> Leaves:
+def _tensors(path: Path, found: object, places: _Places) -> Leaves:
     if not isinstance(found, dict):
         raise _no_tensor(found)
     for name, one in found.items():
@@ -121,7 +121,7 @@ def _reading(path: Path) -> Iterator[tuple[Any, _Places]]:
         raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
 
 
-def _no_tensor(found: Any) -> ValueError:
+def _no_tensor(found: object) -> ValueError:
     if isinstance(found, Blank | Named):
         return ValueError(f"it holds {found.what}, which is not needed for tensors: it is not read")
     return ValueError("it is no dictionary of tensors by name")

@@ -118,21 +118,21 @@ class Unpickled:
         if self._spent > MOST_OPERATIONS:
             raise _UnpicklingError(f"it has more than {MOST_OPERATIONS:,} operations, far more than tensors need")
 
-    def _ignore(self, _: Any) -> None:
+    def _ignore(self, _: object) -> None:
         pass
 
-    def _pop(self, _: Any = None) -> Any:
+    def _pop(self, _: object = None) -> Any:
         return self._stack.pop() if self._stack else self._pop_mark()
 
-    def _mark(self, _: Any) -> None:
+    def _mark(self, _: object) -> None:
         self._marks.append(self._stack)
         self._stack = []
 
-    def _pop_mark(self, _: Any = None) -> list[Any]:
+    def _pop_mark(self, _: object = None) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()
         return items
 
-    def _dup(self, _: Any) -> None:
+    def _dup(self, _: object) -> None:
         self._stack.append(self._stack[-1])
 
     def _put(self, index: int | None) -> None:
@@ -141,20 +141,20 @@ class Unpickled:
     def _get(self, index: int) -> None:
         self._stack.append(self._memo[int(index)])
 
-    def _empty_list(self, _: Any) -> None:
+    def _empty_list(self, _: object) -> None:
         self._stack.append([])
 
-    def _empty_dict(self, _: Any) -> None:
+    def _empty_dict(self, _: object) -> None:
         self._stack.append({})
 
-    def _empty_set(self, _: Any) -> None:
+    def _empty_set(self, _: object) -> None:
         self._stack.append(Blank("builtins.set"))
 
-    def _list(self, _: Any) -> None:
+    def _list(self, _: object) -> None:
         items = self._pop_mark()
         self._stack.append(items)
 
-    def _tuple(self, _: Any) -> None:
+    def _tuple(self, _: object) -> None:
         items = self._pop_mark()
         self._stack.append(tuple(items))
 
@@ -164,27 +164,27 @@ class Unpickled:
         items = tuple(self._stack[-count:])
         self._stack[-count:] = [items]
 
-    def _dict(self, _: Any) -> None:
+    def _dict(self, _: object) -> None:
         items = self._pop_mark()
         self._stack.append({})
         self._add_pairs(items)
 
-    def _frozenset(self, _: Any) -> None:
+    def _frozenset(self, _: object) -> None:
         self._pop_mark()
         self._stack.append(Blank("builtins.frozenset"))
 
-    def _append(self, _: Any) -> None:
+    def _append(self, _: object) -> None:
         value = self._stack.pop()
         self._add([value])
 
-    def _appends(self, _: Any) -> None:
+    def _appends(self, _: object) -> None:
         self._add(self._pop_mark())
 
-    def _setitem(self, _: Any) -> None:
+    def _setitem(self, _: object) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._add_pairs([key, value])
 
-    def _setitems(self, _: Any) -> None:
+    def _setitems(self, _: object) -> None:
         self._add_pairs(self._pop_mark())
 
     def _add(self, items: list[Any]) -> None:
@@ -204,7 +204,7 @@ class Unpickled:
         module, _, name = argument.partition(" ")
         self._stack.append(self._found(module, name))
 
-    def _stack_named(self, _: Any) -> None:
+    def _stack_named(self, _: object) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             raise TypeError("it names a class by what is no text")
@@ -218,15 +218,15 @@ class Unpickled:
             self.others.append(what)
         return Named(what)
 
-    def _reduce(self, _: Any) -> None:
+    def _reduce(self, _: object) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         self._stack.append(self._called(function, arguments))
 
-    def _new(self, _: Any) -> None:
+    def _new(self, _: object) -> None:
         arguments, made = self._stack.pop(), self._stack.pop()
         self._stack.append(self._called(made, arguments))
 
-    def _new_with_names(self, _: Any) -> None:
+    def _new_with_names(self, _: object) -> None:
         self._stack.pop()
         self._new(None)
 
@@ -235,11 +235,11 @@ class Unpickled:
         self._named(argument)
         self._stack.append(self._called(self._stack.pop(), arguments))
 
-    def _object(self, _: Any) -> None:
+    def _object(self, _: object) -> None:
         made, *arguments = self._pop_mark()
         self._stack.append(self._called(made, tuple(arguments)))
 
-    def _called(self, function: Any, arguments: Any) -> Any:
+    def _called(self, function: object, arguments: object) -> Any:
         if not isinstance(arguments, tuple):
             raise TypeError("it calls a function without a tuple of arguments")
         if isinstance(function, Blank):
@@ -261,7 +261,7 @@ class Unpickled:
                 return _sizes(arguments[0])
         return Blank(function.what)
 
-    def _ordered(self, arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    def _ordered(self, arguments: tuple[object, ...]) -> dict[Any, Any]:
         """What Python 2 wrote as a list of pairs; Python 3 adds items to an empty one."""
         made: dict[Any, Any] = collections.OrderedDict()
         for pairs in arguments[:1]:
@@ -272,12 +272,12 @@ class Unpickled:
                 made[_key(key)] = value
         return made
 
-    def _build(self, _: Any) -> None:
+    def _build(self, _: object) -> None:
         state = self._stack.pop()
         if isinstance(self._stack[-1], Blank):
             self._stack[-1].held = state
 
-    def _refer(self, _: Any) -> None:
+    def _refer(self, _: object) -> None:
         pid = self._stack.pop()
         if not isinstance(pid, tuple) or len(pid) not in (5, 6):
             raise _UnpicklingError("it refers to something that is no storage")
@@ -313,13 +313,13 @@ class _Bounded:
         return max(min(count, self._end - at, self._most - at), 0)
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: object) -> Any:
     if isinstance(value, int) and value.bit_length() > _MOST_INT_BITS:
         raise ValueError("it has a number of hundreds of digits")
     return value
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> Any:
     """A key of a dictionary, which is quick to hash."""
     parts = key if isinstance(key, tuple) else (key,)
     simple = isinstance(key, _SIMPLE) or (len(parts) <= _MOST_KEY_PARTS and all(isinstance(k, _SIMPLE) for k in parts))
@@ -331,13 +331,13 @@ def _key(key: Any) -> Any:
 _SIMPLE = (str, int, float, bytes, type(None), Blank, Named)
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_SIZE:
         raise ValueError("a tensor in it has a size or offset that is no number of values")
     return value
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or len(values) > _MOST_DIMS:
         raise ValueError(f"a tensor in it has a shape that is no tuple of at most {_MOST_DIMS} numbers")
     return tuple(_size(one) for one in values)

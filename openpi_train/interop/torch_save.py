@@ -35,7 +35,7 @@ class Call:
     arguments: tuple[Any, ...]
 
 
-def save(path: Path, content: Mapping[str, Any]) -> None:
+def save(path: Path, content: Mapping[str, object]) -> None:
     """Write nested dicts, lists, tuples, numbers, words, `Call`s and leaves; one that occurs twice is stored once."""
     pickled = _Pickle()
     pickled.add(content)
@@ -59,7 +59,7 @@ class _Pickle:
         self.leaves: list[StoredLeaf] = []
         self._keys: dict[int, int] = {}
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         """The operations that leave `value` on the stack. Raises TypeError for other kinds of objects."""
         match value:
             case None | bool():

@@ -9,6 +9,7 @@ from typing import Any
 from openpi_train.fields import as_json
 from openpi_train.interop.lerobot_folder import flag_of
 from openpi_train.interop.stored_leaves import Stored
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 Settings = Mapping[str, Any]
@@ -21,7 +22,7 @@ CROP = ("objective.augmentation.height", "objective.augmentation.width")
 _FIELDS = (*(f"{SCHEDULE}.{field}" for field in SCHEDULE_FIELDS), SAMPLER, NORMALIZATION, NUM_STEPS, *CROP)
 
 
-def settings_of(experiment: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(experiment: JsonObject) -> dict[str, Any]:
     """The fields of an experiment's JSON of which diffusion policies tell; None where it has no such field."""
     return {name: _field(experiment, name) for name in _FIELDS}
 
@@ -32,13 +33,13 @@ def schedule_of(settings: Settings) -> dict[str, Any]:
     return {field: settings[name] for field, name in named.items() if name in settings}
 
 
-def _field(value: Any, dotted: str) -> Any:
+def _field(value: object, dotted: str) -> Any:
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
-def other_settings(trained_with: Settings, experiment: Mapping[str, Any], normalization: str) -> list[str]:
+def other_settings(trained_with: Settings, experiment: JsonObject, normalization: str) -> list[str]:
     """What an experiment's JSON has otherwise than a policy was trained with, as sentences with the flags to give.
 
     `normalization` is that of the model, where the experiment names none.
@@ -61,7 +62,7 @@ def check_same_training(stored: Stored, experiment: Any) -> None:
         raise UsageError(f"{stored.where} was trained otherwise than the experiment says:\n{listing}")
 
 
-def _advice(name: str, value: Any, given: Any) -> str:
+def _advice(name: str, value: object, given: object) -> str:
     """What to give so that the field has the value in place of the given one."""
     if name in CROP and None in (value, given):
         return "an experiment " + ("without RandomCrop" if value is None else f"with a RandomCrop of this {name[-6:]}")

@@ -23,14 +23,14 @@ Options = TypeVar("Options")
 class LaunchParser(argparse.ArgumentParser):
     """Takes no abbreviations, and tells an error in a line or two instead of below all options."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, **settings: object):
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
         self.exit(faults.USAGE, f"{self.prog}: {message}\n`{self.prog} --help` explains the options\n")
 
 
-def option(help: str | None = None, default: Any = dataclasses.MISSING, **settings: Any) -> Any:
+def option(help: str | None = None, default: object = dataclasses.MISSING, **settings: object) -> Any:
     """A field that is an option of the same name; without a default it must be given.
 
     Args:
@@ -66,7 +66,7 @@ def _settings(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return {"type": kind, **needed}
 
 
-def read_options(kind: type[Options], given: Mapping[str, Any], **others: Any) -> Options:
+def read_options(kind: type[Options], given: Mapping[str, object], **others: object) -> Options:
     """The dataclass with the options that argparse has read, and `others` for fields that are not options."""
     values = dict(others)
     for field in dataclasses.fields(typing.cast(Any, kind)):

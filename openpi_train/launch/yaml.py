@@ -3,19 +3,18 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 # Words that some YAML readers, including old ones, do not read as strings.
 _NOT_STRINGS = re.compile(r"(?i:y|n|yes|no|on|off|true|false|null)")
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 
 
-def dump_all(documents: Sequence[Any]) -> str:
+def dump_all(documents: Sequence[object]) -> str:
     """Dictionaries (string keys, in their order), lists, strings, whole numbers and booleans as YAML documents."""
     return "---\n".join("".join(f"{line}\n" for line in _lines(document)) for document in documents)
 
 
-def _lines(value: Any) -> Iterator[str]:
+def _lines(value: object) -> Iterator[str]:
     """The lines of a value in block style, without indentation."""
     if isinstance(value, dict) and value:
         for key, entry in value.items():
@@ -29,7 +28,7 @@ def _lines(value: Any) -> Iterator[str]:
         yield _scalar(value)
 
 
-def _entry(key: str, value: Any, indent: str) -> Iterator[str]:
+def _entry(key: str, value: object, indent: str) -> Iterator[str]:
     if isinstance(value, dict | list) and value:
         yield key
         yield from (indent + line for line in _lines(value))
@@ -37,7 +36,7 @@ def _entry(key: str, value: Any, indent: str) -> Iterator[str]:
         yield f"{key} {_scalar(value)}"
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     assert isinstance(value, str | int | dict | list), f"{type(value).__name__} is not written"
     if not isinstance(value, str):
         return json.dumps(value)

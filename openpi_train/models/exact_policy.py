@@ -5,11 +5,12 @@ Read next: `diffusion_policy.py`, `act.py`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.typing import DTypeLike
 
 from openpi_train.data.robot.row_format import RowFormat
 from openpi_train.data.robot.windows import WindowShape
@@ -99,7 +100,7 @@ class ExactRows(RowFormat):
                 f"robots fill {', '.join(sorted(cameras)) or '(none)'}: set --model.cameras {' '.join(sorted(cameras))}"
             )
 
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def spec(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         history = () if self.window.history == 1 else (self.window.history,)
@@ -126,7 +127,7 @@ class ExactRows(RowFormat):
 
         ExactDims(self.action_dim, self.state_dim)(blank_row(num_state_dims, num_action_dims))
 
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer | None, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.robot.transforms import ExactDims, NoPrompt, NumberPrompt, ResizeImages
 

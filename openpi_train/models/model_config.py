@@ -18,7 +18,7 @@ from openpi_train.models.param_rules import ParamRules
 from openpi_train.nn.attention import Attention
 from openpi_train.parallel.remat import Remat
 from openpi_train.runtime.exits import UsageError
-from openpi_train.types import OPENPI_SLOTS
+from openpi_train.types import OPENPI_SLOTS, Batch
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -75,7 +75,7 @@ class ModelConfig(abc.ABC):
             f"(it has: {', '.join(sorted(self.provides))})"
         ]
 
-    def num_tokens_seen(self, batch: Any, draws: int = 1) -> Int[Array, ""] | None:
+    def num_tokens_seen(self, batch: Batch, draws: int = 1) -> Int[Array, ""] | None:
         """Tokens of a batch that others attend to, padding left out; None for a model of no tokens (the default)."""
         del batch, draws
         return None

@@ -7,11 +7,12 @@ their networks, which call the last functions.
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.data.robot.row_format import RowFormat
@@ -137,7 +138,7 @@ class PromptedRows(RowFormat):
     def text_limit(self) -> int:
         return self.text.limit
 
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
+    def text_length(self, tokenizer: PromptTokenizer, prompts: Iterable[tuple[str, int]]) -> int:
         return self.text.fitted_length(tokenizer, prompts)
 
     def batch_spec(self, batch_size: int, cameras: Sequence[str], text_length: int | None = None) -> ActionBatch:
@@ -149,7 +150,7 @@ class PromptedRows(RowFormat):
             )
         length = self.text_limit if text_length is None else text_length
 
-        def spec(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def spec(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         masks = ["prompt_mask", *(TOKEN_MASKS if self.text.token_masks else ())]
@@ -167,7 +168,7 @@ class PromptedRows(RowFormat):
             }
         )
 
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer, text_length: int | None = None) -> tuple[RowTransform, ...]:
         # Imported here: image libraries are only needed where rows are made.
         from openpi_train.data.robot.transforms import PadDims, ResizeImages
 
@@ -180,7 +181,7 @@ class PromptedRows(RowFormat):
 
         PadDims(self.action_dim)(blank_row(num_state_dims, num_action_dims))
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
     def chunk_tokenizer(self, tokenizer: Any) -> Any:

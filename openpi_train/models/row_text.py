@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 from openpi_train.data.core.text_lengths import rounded
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.models.model_config import RowTransform
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ class RowText(abc.ABC):
     with_state: bool
 
     @abc.abstractmethod
-    def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
+    def tokenize(self, tokenizer: PromptTokenizer, length: int) -> RowTransform:
         """The transform that tokenizes a normalised row, to `length` tokens including padding."""
 
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+    def chunk_tokenizer(self, tokenizer: PromptTokenizer) -> Any:
         """The tokenizer of chunks; None if the text contains none (default)."""
         del tokenizer
 
-    def most_chunk_tokens(self, tokenizer: Any) -> int:
+    def most_chunk_tokens(self, tokenizer: PromptTokenizer) -> int:
         """Maximum number of chunk tokens after a prompt (default: none)."""
         del tokenizer
         return 0
@@ -44,7 +45,7 @@ class RowText(abc.ABC):
         """Maximum number of tokens with this instruction, without those of the chunk (`RowFormat.prompt_tokens`)."""
         return min(self.longest_prompt(tokenizer, prompt, num_state_dims), self.limit)
 
-    def fitted_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int:
+    def fitted_length(self, tokenizer: PromptTokenizer, prompts: Iterable[tuple[str, int]]) -> int:
         """Number of tokens of the longest of these prompts, each with its robot's state dims; at most `limit`."""
         more = self.most_chunk_tokens(tokenizer)
         lengths = [more + self.longest_prompt(tokenizer, text, dims) for text, dims in prompts]
@@ -53,7 +54,7 @@ class RowText(abc.ABC):
         logger.info("prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.limit)
         return used
 
-    def longest_prompt(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def longest_prompt(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         """Maximum number of tokens of this instruction, over all states."""
         return tokenizer.longest_prompt(prompt, num_state_dims if self.with_state else None)
 
@@ -62,7 +63,7 @@ class RowText(abc.ABC):
 class PromptText(RowText):
     """The prompt alone."""
 
-    def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
+    def tokenize(self, tokenizer: PromptTokenizer, length: int) -> RowTransform:
         # Imported here: tokenizer libraries are only needed where rows are made.
         from openpi_train.data.robot.transforms import TokenizePrompt
 
@@ -81,7 +82,7 @@ class PromptAndChunkText(RowText):
     action_horizon: int
     action_dim: int
 
-    def tokenize(self, tokenizer: Any, length: int) -> RowTransform:
+    def tokenize(self, tokenizer: PromptTokenizer, length: int) -> RowTransform:
         """As in `RowText`. Raises ValueError if action tokens overlap with words."""
         from openpi_train.data.robot.action_prompt import TokenizeActionPrompt, check_vocabulary
 
@@ -89,21 +90,21 @@ class PromptAndChunkText(RowText):
         check_vocabulary(tokenizer, fast, self.vocab_size)
         return TokenizeActionPrompt(tokenizer, fast, self.vocab_size, length, self.action_dim, self.form)
 
-    def most_chunk_tokens(self, tokenizer: Any) -> int:
+    def most_chunk_tokens(self, tokenizer: PromptTokenizer) -> int:
         """Tokens of a chunk with two bytes per number, each a token, and of its delimiters."""
         return self._frame(tokenizer) + 2 * self.action_horizon * self.action_dim
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         if self.form == "pi0_fast":  # which lower-cases instructions, and truncates with a warning
             return self.longest_prompt(tokenizer, prompt.lower(), num_state_dims) + self._frame(tokenizer)
         return min(self.longest_prompt(tokenizer, prompt, num_state_dims) + self._frame(tokenizer), self.limit)
 
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+    def chunk_tokenizer(self, tokenizer: PromptTokenizer) -> Any:
         """The FAST processor; read once."""
         from openpi_train.data.tokenizers.fast_tokenizer import load_fast
 
         return load_fast(self.fast_tokenizer, offline=tokenizer.offline)
 
-    def _frame(self, tokenizer: Any) -> int:
+    def _frame(self, tokenizer: PromptTokenizer) -> int:
         """Number of delimiter tokens around those of the chunk."""
         return len(tokenizer.encode("Action: ") + tokenizer.encode("|", eos=True))

@@ -12,9 +12,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.parallel.remat import keep
+from openpi_train.runtime.device_kinds import KnownDevice
 from openpi_train.runtime.exits import UsageError
 
 AttentionKind = Literal["xla", "cudnn"]
@@ -205,7 +207,7 @@ def flash_attend(
 
 
 @contextlib.contextmanager
-def compiling_for(device: Any) -> Iterator[None]:
+def compiling_for(device: KnownDevice) -> Iterator[None]:
     """What is traced inside is for `device`, which need not be present (`planning/gpu/plugin.py`)."""
     token = _COMPILED_FOR.set(device)
     try:
@@ -214,7 +216,7 @@ def compiling_for(device: Any) -> Iterator[None]:
         _COMPILED_FOR.reset(token)
 
 
-def uses_cudnn(kind: Attention, head_dim: int, dtype: Any) -> bool:
+def uses_cudnn(kind: Attention, head_dim: int, dtype: DTypeLike) -> bool:
     """Whether attention uses cuDNN on this process's devices, or on that of `compiling_for`: only with `cudnn`.
 
     `auto` is XLA's form where a run has not decided it (`best_kind`), as in a served policy. Raises UsageError if
@@ -227,7 +229,7 @@ def uses_cudnn(kind: Attention, head_dim: int, dtype: Any) -> bool:
     return True
 
 
-def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
+def cudnn_problem(head_dim: int, dtype: DTypeLike, device: KnownDevice) -> str | None:
     """Why cuDNN cannot train this attention on `device`, or None where it can.
 
     By NVIDIA's support matrix for cuDNN 9.18 (docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/
@@ -250,7 +252,7 @@ def cudnn_problem(head_dim: int, dtype: Any, device: Any) -> str | None:
     return None
 
 
-def best_kind(heads: Collection[Heads], dtype: Any, device: Any) -> AttentionKind:
+def best_kind(heads: Collection[Heads], dtype: DTypeLike, device: KnownDevice) -> AttentionKind:
     """Who computes attention in training on `device` if `auto` leaves it open: cuDNN on Hopper, where full pi0 was seen
     to train faster by it (docs/benchmarks.md, "One H200"), if it can compute all these heads; else XLA."""
     if not heads or not str(getattr(device, "compute_capability", "")).startswith("9."):

@@ -4,11 +4,11 @@ Read next: `attention.py`, whose forms are compared; `training/prepare.py`, whic
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from openpi_train.nn.attention import Heads, all_seen, attend, flash_attend
@@ -24,7 +24,7 @@ TOLERANCE = 0.02
 AttentionForm = Callable[[Array, Array, Array, Array | None], Array]
 
 
-def flash_problem(heads: Sequence[Heads], dtype: Any, form: AttentionForm = flash_attend) -> str | None:
+def flash_problem(heads: Sequence[Heads], dtype: DTypeLike, form: AttentionForm = flash_attend) -> str | None:
     """What is wrong with `form`, which trains in `dtype`, on this process's first device; None: nothing is.
 
     Its outputs and gradients are compared with those of the formula in float32, with a mask and without.
@@ -51,7 +51,7 @@ def formula(query: Array, key: Array, value: Array, mask: Array | None) -> Array
     return attend(query, key, value, all_seen(query, key) if mask is None else mask, "xla")
 
 
-def results(form: AttentionForm, heads: Heads, dtype: Any, *, masked: bool) -> list[np.ndarray]:
+def results(form: AttentionForm, heads: Heads, dtype: DTypeLike, *, masked: bool) -> list[np.ndarray]:
     """Outputs, and gradients of queries, keys and values, in float32, of the same random inputs for every form.
 
     With a mask some queries see nothing, as padding does; their outputs are never used.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from openpi_train.nn.attention import Attention, attend, rotate
@@ -128,7 +129,7 @@ class LanguageLayer(nnx.Module):
         sizes: DecoderSizes,
         adapter: AdapterConfig,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         attention: Attention,
         rngs: nnx.Rngs,
         seen_width: int | None = None,
@@ -186,7 +187,7 @@ class Decoder(nnx.Module):
         sizes: DecoderSizes,
         adapter: AdapterConfig,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: Remat,
         attention: Attention = "auto",
         rngs: nnx.Rngs,
@@ -325,7 +326,7 @@ class Decoder(nnx.Module):
             mask &= same & (segments > 0)[:, None, :]
         sight = self._sight(positions, positions, mask)
 
-        def body(layer: LanguageLayer, x: Array, kind: Any) -> tuple[Array, Any]:
+        def body(layer: LanguageLayer, x: Array, kind: object) -> tuple[Array, Any]:
             angles, mask = sight(kind)
             query, key, value = layer.heads(x, angles)
             return layer.after(x, query, key, value, mask), (key, value) if caching else None

@@ -5,11 +5,11 @@ Read next: `unet1d.py`, the network it replaces; `models/diffusion_policy/diffus
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from openpi_train.nn.resnet import TORCH_INIT
@@ -22,7 +22,7 @@ _linear = functools.partial(nnx.Linear, kernel_init=TORCH_INIT)
 class ResidualLayer(nnx.Module):
     """A norm, Mish and a linear layer with a skip connection."""
 
-    def __init__(self, width: int, *, dtype: Any = None, rngs: nnx.Rngs):
+    def __init__(self, width: int, *, dtype: DTypeLike | None = None, rngs: nnx.Rngs):
         self.norm = WideLayerNorm(width, rngs=rngs)
         self.linear = _linear(width, width, dtype=dtype, rngs=rngs)
 
@@ -42,7 +42,7 @@ class DenoisingMlp(nnx.Module):
 
     def __init__(
         self, action_dim: int, condition_width: int, *, horizon: int, width: int, depth: int, step_width: int,
-        dtype: Any = None, rngs: nnx.Rngs,
+        dtype: DTypeLike | None = None, rngs: nnx.Rngs,
     ):  # fmt: skip
         self.step_width = step_width
         self.inputs = _linear(horizon * action_dim + step_width + condition_width, width, dtype=dtype, rngs=rngs)

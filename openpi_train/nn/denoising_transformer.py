@@ -6,11 +6,11 @@ Read next: `models/diffusion_policy/diffusion_policy_network.py`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.nn.unet1d import encode_step
@@ -24,7 +24,7 @@ _linear = functools.partial(nnx.Linear, kernel_init=_SPREAD)
 class Attention(nnx.Module):
     """Multi-head attention from `x` to `seen`. The softmax is in float32."""
 
-    def __init__(self, width: int, num_heads: int, *, dtype: Any = None, rngs: nnx.Rngs):
+    def __init__(self, width: int, num_heads: int, *, dtype: DTypeLike | None = None, rngs: nnx.Rngs):
         self.num_heads = num_heads
         self.query = _linear(width, width, dtype=dtype, rngs=rngs)
         self.key = _linear(width, width, dtype=dtype, rngs=rngs)
@@ -44,7 +44,7 @@ class Attention(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention among the actions, then to the condition, then an MLP; each pre-norm, with a skip connection."""
 
-    def __init__(self, width: int, num_heads: int, *, dtype: Any = None, rngs: nnx.Rngs):
+    def __init__(self, width: int, num_heads: int, *, dtype: DTypeLike | None = None, rngs: nnx.Rngs):
         self.norm_1, self.norm_2, self.norm_3 = (WideLayerNorm(width, rngs=rngs) for _ in range(3))
         self.among = Attention(width, num_heads, dtype=dtype, rngs=rngs)
         self.across = Attention(width, num_heads, dtype=dtype, rngs=rngs)
@@ -85,7 +85,7 @@ class DenoisingTransformer(nnx.Module):
         width: int,
         depth: int,
         num_heads: int,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ):
         self.dtype = dtype

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.nn.attention import Attention, attend, rotary_angles, rotate
@@ -36,7 +37,7 @@ Cache = tuple[Array, Array]
 class Expert(nnx.Module):
     """One expert's weights in one layer."""
 
-    def __init__(self, config: GemmaConfig, condition_width: int | None, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: GemmaConfig, condition_width: int | None, *, dtype: DTypeLike, rngs: nnx.Rngs):
         lora, width, c = config.lora, config.width, config.head_dim
         n, k = config.num_heads, config.num_kv_heads
 
@@ -101,7 +102,7 @@ class GemmaLayer(nnx.Module):
         configs: Mapping[str, GemmaConfig],
         condition_widths: Mapping[str, int],
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         attention: Attention,
         rngs: nnx.Rngs,
     ):
@@ -178,7 +179,7 @@ class Gemma(nnx.Module):
         vocab_size: int,
         condition_widths: Mapping[str, int],
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: Remat,
         attention: Attention = "auto",
         rngs: nnx.Rngs,

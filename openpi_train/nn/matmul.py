@@ -5,10 +5,10 @@ Read next: `lora.py` and `siglip.py`, which use them.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from openpi_train.parallel.shard import as_varied
@@ -31,16 +31,16 @@ def product(equation: str, x: Float[Array, "*n"], weight: Float[Array, "*m"]) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation: str, dtype: Any, x: Array, weight: Array) -> Array:
+def _product(equation: str, dtype: DTypeLike, x: Array, weight: Array) -> Array:
     return _as_matrices(equation, x, weight.astype(x.dtype))
 
 
-def _forward(equation: str, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(equation: str, dtype: DTypeLike, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     narrow = weight.astype(x.dtype)
     return _as_matrices(equation, x, narrow), (x, narrow)
 
 
-def _backward(equation: str, dtype: Any, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(equation: str, dtype: DTypeLike, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, narrow = kept
     (of_x, of_weight), of_result = _letters(equation)
     in_x = jnp.einsum(f"{of_result},{of_weight}->{of_x}", gradient, narrow)

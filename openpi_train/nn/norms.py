@@ -3,11 +3,10 @@
 torch's own norms are in `wide_norms.py`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -42,7 +41,7 @@ class RMSNorm(nnx.Module):
         width: int,
         condition_width: int | None = None,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
         offset: float = 1.0,
         eps: float = 1e-6,

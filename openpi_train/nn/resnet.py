@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from openpi_train.nn.wide_norms import EPSILON, WideGroupNorm
@@ -49,7 +50,7 @@ def _norm(channels: int, kind: Norm, rngs: nnx.Rngs) -> WideGroupNorm | FrozenBa
     return WideGroupNorm(channels, channels // _CHANNELS_PER_GROUP, rngs=rngs)
 
 
-def _conv(inputs: int, outputs: int, size: int, stride: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Conv:
+def _conv(inputs: int, outputs: int, size: int, stride: int, dtype: DTypeLike | None, rngs: nnx.Rngs) -> nnx.Conv:
     # torchvision's initial weights for convolutions before a ReLU.
     init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     others: Any = {"padding": size // 2, "use_bias": False, "kernel_init": init, "dtype": dtype}
@@ -60,7 +61,14 @@ class BasicBlock(nnx.Module):
     """Two convolutions with a skip connection."""
 
     def __init__(
-        self, inputs: int, outputs: int, stride: int, *, norm: Norm = "group", dtype: Any = None, rngs: nnx.Rngs
+        self,
+        inputs: int,
+        outputs: int,
+        stride: int,
+        *,
+        norm: Norm = "group",
+        dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
     ):
         self.conv_1 = _conv(inputs, outputs, 3, stride, dtype, rngs)
         self.norm_1 = _norm(outputs, norm, rngs)
@@ -92,7 +100,7 @@ class ResNet18(nnx.Module):
         widths: Sequence[int] = (_WIDTH, 128, 256, 512),
         num_keypoints: int = 32,
         norm: Norm = "group",
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ):
         self.stem = _conv(3, widths[0], 7, 2, dtype, rngs)
@@ -134,7 +142,7 @@ class SpatialSoftmax(nnx.Module):
     SpatialSoftmax`, with the linear layer of its `VisualCore`; Finn et al. 2016), as in diffusion_policy's hybrids.
     """
 
-    def __init__(self, channels: int, num_keypoints: int, *, dtype: Any = None, rngs: nnx.Rngs):
+    def __init__(self, channels: int, num_keypoints: int, *, dtype: DTypeLike | None = None, rngs: nnx.Rngs):
         # A convolution of one pixel.
         self.maps = nnx.Linear(channels, num_keypoints, kernel_init=TORCH_INIT, dtype=dtype, rngs=rngs)
         self.outputs = nnx.Linear(2 * num_keypoints, 2 * num_keypoints, kernel_init=TORCH_INIT, rngs=rngs)

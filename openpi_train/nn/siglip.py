@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from openpi_train.nn.attention import Attention, Heads, flash_attend, uses_cudnn
@@ -106,7 +107,7 @@ class SelfAttention(nnx.Module):
     cuDNN's kernels compute the softmax in float32.
     """
 
-    def __init__(self, config: SiglipConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs):
+    def __init__(self, config: SiglipConfig, *, dtype: DTypeLike, attention: Attention, rngs: nnx.Rngs):
         self.attention: Attention = attention
         heads = (config.num_heads, config.width // config.num_heads)
         xavier = nnx.initializers.xavier_uniform()
@@ -150,7 +151,7 @@ def _(primals: Any, tangents: Any) -> Any:
 class SiglipMlp(nnx.Module):
     """Two dense layers around a (tanh-approximated) GELU."""
 
-    def __init__(self, config: SiglipConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: SiglipConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         def dense(inputs: int, outputs: int) -> nnx.Linear:
             xavier, small = nnx.initializers.xavier_uniform(), nnx.initializers.normal(stddev=1e-6)
             return nnx.Linear(inputs, outputs, kernel_init=xavier, bias_init=small, dtype=dtype, rngs=rngs)
@@ -171,7 +172,7 @@ class SiglipLayer(nnx.Module):
     (jaxlib 0.10.2).
     """
 
-    def __init__(self, config: SiglipConfig, *, dtype: Any, attention: Attention, rngs: nnx.Rngs):
+    def __init__(self, config: SiglipConfig, *, dtype: DTypeLike, attention: Attention, rngs: nnx.Rngs):
         self.attention_norm = LayerNorm(config.width)
         self.attention = SelfAttention(config, dtype=dtype, attention=attention, rngs=rngs)
         self.mlp_norm = LayerNorm(config.width)
@@ -194,7 +195,7 @@ class Siglip(nnx.Module):
         image_size: int,
         out_width: int | None,
         *,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: Remat,
         attention: Attention = "auto",
         rngs: nnx.Rngs,

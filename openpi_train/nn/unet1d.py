@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from openpi_train.nn.resnet import TORCH_INIT
@@ -35,7 +36,14 @@ class ConvBlock(nnx.Module):
     """Convolution along the steps, group norm, Mish."""
 
     def __init__(
-        self, inputs: int, outputs: int, kernel_size: int, num_groups: int, *, dtype: Any = None, rngs: nnx.Rngs
+        self,
+        inputs: int,
+        outputs: int,
+        kernel_size: int,
+        num_groups: int,
+        *,
+        dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
     ):
         self.conv = _conv(inputs, outputs, (kernel_size,), padding=kernel_size // 2, dtype=dtype, rngs=rngs)
         self.norm = WideGroupNorm(outputs, num_groups, rngs=rngs)
@@ -48,8 +56,8 @@ class FilmBlock(nnx.Module):
     """Two `ConvBlock`s with a skip connection; between them the condition scales and shifts every channel (FiLM)."""
 
     def __init__(
-        self, inputs: int, outputs: int, condition_width: int, kernel_size: int, num_groups: int, *, dtype: Any = None,
-        rngs: nnx.Rngs,
+        self, inputs: int, outputs: int, condition_width: int, kernel_size: int, num_groups: int, *,
+        dtype: DTypeLike | None = None, rngs: nnx.Rngs,
     ):  # fmt: skip
         self.block_1 = ConvBlock(inputs, outputs, kernel_size, num_groups, dtype=dtype, rngs=rngs)
         self.block_2 = ConvBlock(outputs, outputs, kernel_size, num_groups, dtype=dtype, rngs=rngs)
@@ -85,7 +93,7 @@ class ConditionalUnet1d(nnx.Module):
         kernel_size: int = 5,
         num_groups: int = 8,
         step_width: int = 128,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ):
         self.step_width, self.shortest = step_width, 2 ** (len(widths) - 1)

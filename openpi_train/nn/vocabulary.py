@@ -104,7 +104,7 @@ def token_scores(
     return score(x, tokens) if remat in ("none", "products", "dots") else in_chunks(score, x, tokens)
 
 
-def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
+def in_chunks(score: Callable[[Any, Any], object], x: Float[Array, "b t d"], tokens: Int[Array, "b t"]) -> Any:
     """The tree of arrays "b t" that `score(x, tokens)` gives, computed and differentiated a few tokens at a time."""
     t = tokens.shape[1]
     if t <= CHUNK_TOKENS:
@@ -126,13 +126,13 @@ def in_chunks(score: Callable[[Any, Any], Any], x: Float[Array, "b t d"], tokens
 
 
 @jax.custom_vjp
-def _before_gradients(found: Any) -> Any:
+def _before_gradients(found: object) -> Any:
     """What was found; its gradients wait until it is there. XLA would put off what only a loss or a metric reads, and
     keep the logits of a few tokens for it through the backward pass."""
     return found
 
 
-def _after_found(found: Any, gradients: Any) -> tuple[Any]:
+def _after_found(found: object, gradients: object) -> tuple[Any]:
     leaves, tree = jax.tree.flatten(gradients)
     real = [n for n, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
     passed, _ = jax.lax.optimization_barrier(([leaves[n] for n in real], found))

@@ -5,13 +5,13 @@ A row of a `PreferenceBatch` has up to two completions: that of segment 1 (chose
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from openpi_train.types import PreferenceBatch, TextBatch
+from openpi_train.types import Network, PreferenceBatch, TextBatch
 
 CHOSEN, REJECTED = 0, 1
 # A completion is counted as less likely than under the reference if its log-probability is lower by more than this.
@@ -48,14 +48,14 @@ def is_pair(texts: TextBatch) -> Bool[Array, " b"]:
     return (completion_lengths(texts) > 0).all(axis=1)
 
 
-def completion_log_probs(model: Any, texts: TextBatch) -> Float[Array, "b 2"]:
+def completion_log_probs(model: Network, texts: TextBatch) -> Float[Array, "b 2"]:
     """The summed log-probability of each completion given its prompt; 0 where a row has no such completion."""
     x = model(texts.tokens, texts.positions, texts.segments)
     found = model.scores(x[:, :-1], texts.tokens[:, 1:])
     return (found.log_prob[..., None] * completion_mask(texts)).sum(axis=1)
 
 
-def reference_log_probs(model: Any, batch: PreferenceBatch, source: ReferenceSource) -> Float[Array, "b 2"]:
+def reference_log_probs(model: Network, batch: PreferenceBatch, source: ReferenceSource) -> Float[Array, "b 2"]:
     """As `completion_log_probs`, under the reference: of the batch if it was precomputed, or else of the model."""
     if source == "precomputed":
         if batch.reference_log_probs is None:

@@ -18,7 +18,7 @@ from openpi_train.nn.augment import Augmentation, NoAugmentation
 from openpi_train.nn.dropout import RowKeys
 from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented, element_mask
 from openpi_train.sampling.action_sampler import OwnSampler
-from openpi_train.types import ActionBatch
+from openpi_train.types import ActionBatch, Network
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ConditionalVae(Objective):
 
     @jax.named_scope("loss")
     def loss_at(
-        self, model: Any, batch: ActionBatch, norms: Norms, noise: Float[Array, "b z"], dropout: RowKeys = None
+        self, model: Network, batch: ActionBatch, norms: Norms, noise: Float[Array, "b z"], dropout: RowKeys = None
     ) -> tuple[Float[Array, ""], Metrics]:
         """The loss for a given noise of the latent, and without augmentation; `dropout` None drops nothing."""
         chunk, posterior = model.reconstruct(batch.observation, batch.actions, batch.action_mask, noise, dropout)

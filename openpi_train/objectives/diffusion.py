@@ -6,7 +6,7 @@ last action, count, as in diffusion_policy. Read next: `sampling/noise_schedule.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from openpi_train.nn.augment import Augmentation, NoAugmentation
 from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented, element_mask
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.noise_schedule import NoiseSchedule
-from openpi_train.types import ActionBatch
+from openpi_train.types import ActionBatch, Network
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Diffusion(Objective):
     @jax.named_scope("loss")
     def loss_at(
         self,
-        model: Any,
+        model: Network,
         batch: ActionBatch,
         norms: Norms,
         noise: Float[Array, "b r h a"],

@@ -7,7 +7,7 @@ optimizer batch.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from openpi_train.keys import draw_noise, for_purpose
 from openpi_train.nn.augment import OPENPI, Augmentation, NoAugmentation
 from openpi_train.objectives.objective import Metrics, Norms, Objective, augmented, element_mask
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.types import ActionBatch
+from openpi_train.types import ActionBatch, Network
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class FlowMatching(Objective):
     @jax.named_scope("loss")
     def loss_at(
         self,
-        model: Any,
+        model: Network,
         batch: ActionBatch,
         norms: Norms,
         noise: Float[Array, "b r h a"],

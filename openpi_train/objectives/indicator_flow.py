@@ -27,7 +27,7 @@ from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sampling.flow_distribution import FlowDistribution
 from openpi_train.sampling.indicator import BETTER, NONE, WORSE, check_guidance
-from openpi_train.types import ActionBatch, Observation, RolloutBatch, tree_of
+from openpi_train.types import ActionBatch, Network, Observation, RolloutBatch, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class IndicatorFlow(PolicyObjective):
 
     def _error(
         self,
-        model: Any,
+        model: Network,
         observation: Observation,
         chunks: Float[Array, "n h a"],
         steps: Bool[Array, "n h"],

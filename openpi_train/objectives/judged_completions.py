@@ -5,7 +5,7 @@ Read next: `completions.py`, `preference_pairs.py`.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from openpi_train.objectives.completions import (
     reference_log_probs,
 )
 from openpi_train.objectives.objective import Metrics, Norms, Objective, RowValues
-from openpi_train.types import PreferenceBatch, TextBatch, pytree
+from openpi_train.types import Network, PreferenceBatch, TextBatch, pytree
 
 
 @pytree
@@ -145,7 +145,7 @@ class JudgedCompletions(Objective):
             "kl": jnp.where(exists, batch.baseline[:, None], 0.0).sum() / norms["completions"],
         }
 
-    def _ratios(self, model: Any, rows: PreferenceBatch) -> Float[Array, "b 2"]:
+    def _ratios(self, model: Network, rows: PreferenceBatch) -> Float[Array, "b 2"]:
         return completion_log_probs(model, rows.texts) - reference_log_probs(model, rows, self.reference)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Key
 from openpi_train.nn.augment import Augmentation
 from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
 from openpi_train.sampling.flow import FlowSampler
-from openpi_train.types import ActionBatch
+from openpi_train.types import ActionBatch, Batch
 
 Norms = dict[str, Float[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]
@@ -58,10 +58,10 @@ class Objective(abc.ABC):
         return 1
 
     @abc.abstractmethod
-    def norms(self, batch: Any) -> Norms:
+    def norms(self, batch: Batch) -> Norms:
         """The denominators, float32 scalars, from masks alone, on the whole optimizer batch."""
 
-    def prepared(self, batch: Any, values_of: RowValues) -> Any:
+    def prepared(self, batch: Batch, values_of: RowValues) -> Batch:
         """The batch with whatever else the loss of a row depends on: values of other rows (default: nothing).
 
         It is called once per optimizer batch, before the micro-batches are cut. `values_of(function, rows)` runs
@@ -73,7 +73,7 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def loss(
-        self, model: nnx.Module, batch: Any, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
+        self, model: nnx.Module, batch: Batch, norms: Norms, keys: Key[Array, " b"] | None, train: bool = True
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the loss and of each metric (shares add up to the whole batch's value).
 

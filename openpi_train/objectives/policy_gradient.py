@@ -201,14 +201,14 @@ class PolicyGradient(PolicyObjective):
             )
         return said
 
-    def _weights(self, mask: Float[Array, "b u"], lengths: Any, norms: Norms) -> Float[Array, "b u"]:
+    def _weights(self, mask: Float[Array, "b u"], lengths: Array, norms: Norms) -> Float[Array, "b u"]:
         """How much each unit counts."""
         if self.average == "units":
             return mask / norms["units"]
         units: Any = lengths if self.average == "rollouts" else self.max_units
         return mask / (norms["rollouts"] * units)
 
-    def _of_rollouts(self, log_ratio: Float[Array, "b u"], lengths: Any) -> Array:
+    def _of_rollouts(self, log_ratio: Float[Array, "b u"], lengths: Array) -> Array:
         if self.ratio == "unit":
             return log_ratio
         total = jnp.sum(log_ratio, axis=1, keepdims=True)

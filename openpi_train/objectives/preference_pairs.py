@@ -6,7 +6,7 @@ precomputed (`PreferenceBatch.reference_log_probs`). Formulas: `preference_losse
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from openpi_train.objectives.completions import (
 )
 from openpi_train.objectives.objective import Metrics, Norms, Objective, RowValues
 from openpi_train.objectives.preference_losses import VARIANTS, LossSettings, PairLogProbs, Variant
-from openpi_train.types import PreferenceBatch, pytree
+from openpi_train.types import Network, PreferenceBatch, pytree
 
 VariantName = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -133,7 +133,7 @@ class PreferencePairs(Objective):
         if self.variant not in ("aot", "aot_unpaired"):
             return batch
 
-        def of_rows(model: Any, rows: PreferenceBatch) -> Array:
+        def of_rows(model: Network, rows: PreferenceBatch) -> Array:
             return jnp.stack([completion_log_probs(model, rows.texts), self._reference(model, rows)], axis=1)
 
         policy, reference = jnp.unstack(values_of(of_rows, batch), axis=1)  # each b 2
@@ -198,7 +198,7 @@ class PreferencePairs(Objective):
         others = self._used.loss(dataclasses.replace(pair, chosen=second, reference_chosen=nothing), how)
         return terms + others - jax.lax.stop_gradient(others)
 
-    def _reference(self, model: Any, pairs: PreferenceBatch) -> Float[Array, "b 2"]:
+    def _reference(self, model: Network, pairs: PreferenceBatch) -> Float[Array, "b 2"]:
         if not self._used.has_reference:
             return jnp.zeros((len(pairs.row), 2))
         return reference_log_probs(model, pairs, self.reference)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class EmaWarmup:
             problems.append(f"--ema-warmup.min-decay {self.min_decay} must lie between 0 and --ema-decay {most}")
         return problems
 
-    def decay(self, most: float, step: Any) -> Any:
+    def decay(self, most: float, step: ArrayLike) -> Any:
         """The share of the average that the update of `step` (counted from 0) keeps, up to `most`, float32."""
         if self.power is None:
             return most

@@ -86,7 +86,7 @@ class Muon(OptimizerConfig):
         decay = optax.add_decayed_weights(self.weight_decay, self.decays)
         return optax.chain(with_parts(num_parts, directions), decay, optax.scale_by_learning_rate(schedule))
 
-    def matrices(self, params: Mapping[str, Any]) -> dict[str, MuonDimensionNumbers | None]:
+    def matrices(self, params: Mapping[str, object]) -> dict[str, MuonDimensionNumbers | None]:
         """By path: which dims are a matrix's inputs and outputs; None for parameters of AdamW.
 
         Parameters of several parts (`num_parts`) have these on the dim before the last.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from openpi_train.optim.state_rules import moments_stored_as
+from openpi_train.types import Tree
 
 # A bfloat16 has 8 significant bits: a value that changes by less than this share per step may never change.
 _FINEST_BFLOAT16_STEP = 2.0**-8
@@ -77,12 +78,12 @@ class OptimizerConfig(abc.ABC):
             rule = optax.chain(rule, optax.stateless(lambda updates, _: self._at_own_rates(updates)))
         return optax.chain(optax.clip_by_global_norm(self.clip_gradient_norm), rule)
 
-    def _at_own_rates(self, updates: Any) -> dict[str, Any]:
+    def _at_own_rates(self, updates: Tree) -> dict[str, Any]:
         """The updates, times `rate_factor` where `rate_mask` matches."""
         matches = re.compile(self.rate_mask or "").search
         return {path: self.rate_factor * leaf if matches(path) else leaf for path, leaf in updates.items()}
 
-    def decays(self, params: Mapping[str, Any]) -> dict[str, bool]:
+    def decays(self, params: Mapping[str, object]) -> dict[str, bool]:
         """By path: whether weight decay acts on the parameter."""
         return {path: self.decay_mask is None or bool(re.search(self.decay_mask, path)) for path in params}
 

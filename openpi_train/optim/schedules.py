@@ -9,6 +9,7 @@ import functools
 import math
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -167,11 +168,11 @@ def _falling(shape: Tail, peak: float, end: float, steps: int) -> optax.Schedule
             return lambda count: peak - (peak - end) * jnp.sqrt(jnp.clip(count / steps, 0.0, 1.0))
 
 
-def _inverse_square_root(peak: float, timescale: float, count: Any) -> Any:
+def _inverse_square_root(peak: float, timescale: float, count: Any) -> jax.Array:
     return peak / jnp.sqrt(1 + count / timescale)
 
 
-def _logarithmic(start: float, peak: float, steps: int, count: Any) -> Any:
+def _logarithmic(start: float, peak: float, steps: int, count: Any) -> jax.Array:
     # At least 2, as in DeepSpeed: log(1) is no divisor.
     return start + (peak - start) * jnp.log1p(count) / math.log(max(steps, 2))
 

@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
+
+from openpi_train.types import Tree
 
 _WHOLE = "whole"
 # Names of stacks, and of ACT's and SmolVLA's by what a layer of theirs consists of. `layers/0` is one layer of a list.
@@ -29,14 +32,14 @@ def by_layer(rule: optax.GradientTransformation) -> optax.GradientTransformation
     in which every array has the layers on its first dim; counters are shared.
     """
 
-    def init(params: Any) -> dict[str, Any]:
+    def init(params: Tree) -> dict[str, Any]:
         state = {}
         for name, group in _groups(params).items():
             one = rule.init if name == _WHOLE else jax.vmap(rule.init, out_axes=_layer_axes(rule, group))
             state[name] = one(group)
         return state
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         new_updates: dict[str, Any] = {}
         new_state: dict[str, Any] = {}
         own_params = _groups(params)
@@ -52,7 +55,7 @@ def by_layer(rule: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformation(init, update)
 
 
-def _groups(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _groups(params: Tree) -> dict[str, dict[str, Any]]:
     """Parameters by the number of their layers."""
     groups: dict[str, dict[str, Any]] = {}
     for path, leaf in params.items():
@@ -60,7 +63,7 @@ def _groups(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def _layer_axes(rule: optax.GradientTransformation, group: Mapping[str, Any]) -> Any:
+def _layer_axes(rule: optax.GradientTransformation, group: Mapping[str, Tree]) -> Any:
     """The vmap axes of the rule's state: 0 for arrays per layer, None for shared counters."""
     layer = {path: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for path, leaf in group.items()}
     state = jax.eval_shape(rule.init, layer)
@@ -73,31 +76,31 @@ def with_parts(num_parts: Callable[[str], int], rule: optax.GradientTransformati
     Parameters of one part, and all moments between updates, have the shapes that they would have without it.
     """
 
-    def parts(tree: Any) -> Any:
-        def cut(path: Any, leaf: Any) -> Any:
+    def parts(tree: Tree) -> Any:
+        def cut(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
             number = num_parts(str(getattr(path[-1], "key", ""))) if path else 1
             return leaf if number == 1 else leaf.reshape(*leaf.shape[:-1], number, leaf.shape[-1] // number)
 
         return jax.tree_util.tree_map_with_path(cut, tree)
 
-    def joined(tree: Any) -> Any:
-        def join(path: Any, leaf: Any) -> Any:
+    def joined(tree: Tree) -> Any:
+        def join(path: tuple[object, ...], leaf: jax.Array) -> jax.Array:
             number = num_parts(str(getattr(path[-1], "key", ""))) if path else 1
             return leaf if number == 1 else leaf.reshape(*leaf.shape[:-2], math.prod(leaf.shape[-2:]))
 
         return jax.tree_util.tree_map_with_path(join, tree)
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Any:
         return joined(rule.init(parts(params)))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Any, Any]:
         updates, state = rule.update(parts(updates), parts(state), parts(params))
         return joined(updates), joined(state)
 
     return optax.GradientTransformation(init, update)
 
 
-def moments_stored_as(dtype: Any, rule: optax.GradientTransformation) -> optax.GradientTransformation:
+def moments_stored_as(dtype: DTypeLike, rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Compute `rule` in float32, but store its moments (arrays with a parameter's path and shape) in `dtype`.
 
     Rounding is to nearest, so a restored state reproduces the run, and no random key is needed.
@@ -105,17 +108,17 @@ def moments_stored_as(dtype: Any, rule: optax.GradientTransformation) -> optax.G
     `OptimizerConfig.check` refuses the decay rates at which that happens instead.
     """
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Any:
         return _cast_moments(rule.init(params), params, dtype)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Any, Any]:
         updates, state = rule.update(updates, _cast_moments(state, updates, jnp.float32), params)
         return updates, _cast_moments(state, updates, dtype)
 
     return optax.GradientTransformation(init, update)
 
 
-def _cast_moments(state: Any, like: Mapping[str, Any], dtype: Any) -> Any:
+def _cast_moments(state: Tree, like: Mapping[str, Tree], dtype: DTypeLike) -> Any:
     def cast(path, leaf):
         name: Any = getattr(path[-1], "key", None) if path else None
         return leaf.astype(dtype) if name in like and leaf.shape == like[name].shape else leaf

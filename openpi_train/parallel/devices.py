@@ -25,15 +25,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from openpi_train.parallel.mesh import AXES, FSDP, REPLICA, REPLICATED
-from openpi_train.parallel.params import Gathering, ParamKind, Params, merge_module, param_kinds
+from openpi_train.parallel.params import Gathering, ParamKind, ParamLeaves, Params, merge_module, param_kinds
 from openpi_train.parallel.shard import Shard, is_shard, whole
 from openpi_train.parallel.strategy import Plan
+from openpi_train.types import Tree
 
 # (parameters by path, whole or as shards; a device's rows; the rest) -> this device's share of the result.
-Function = Callable[[Mapping[str, Any], Any, Any], Any]
+Function = Callable[[ParamLeaves, Any, Any], Tree]
 Specs = Mapping[str, PartitionSpec]
 
 
@@ -50,7 +52,7 @@ class Devices:
     graphdef: nnx.GraphDef
     unrolls_layers: bool = False
 
-    def sum(self, function: Function, params: Params, batch: Any, rest: Any) -> Any:
+    def sum(self, function: Function, params: Params, batch: Tree, rest: Tree) -> Tree:
         """The result of `function`, summed over the rows' devices. `rest` is the same on all of them."""
         specs = self._specs(params)
 
@@ -64,12 +66,12 @@ class Devices:
         self,
         function: Function,
         params: Params,
-        batch: Any,
-        rest: Any,
+        batch: Tree,
+        rest: Tree,
         num_micros: int = 1,
         *,
-        tensor_specs: tuple[Any, Any] | None = None,
-    ) -> Any:
+        tensor_specs: tuple[Tree, Tree] | None = None,
+    ) -> Tree:
         """The results of `function` for all rows, in the order of the batch. `rest` is the same on all devices.
 
         `function` is called for one micro-batch after the other, the same rows as in `gradient`.
@@ -99,7 +101,7 @@ class Devices:
     def row_values(self, params: Params, num_micros: int = 1) -> Callable[[Callable[[Any, Any], Any], Any], Any]:
         """What `Objective.prepared` needs: (function, batch) -> `function(module, rows)` for all rows."""
 
-        def values(function: Callable[[Any, Any], Any], batch: Any) -> Any:
+        def values(function: Callable[[Any, Tree], Tree], batch: Tree) -> Tree:
             def of_rows(params, rows, _):
                 return function(merge_module(self.graphdef, params), rows)
 
@@ -108,7 +110,7 @@ class Devices:
         return values
 
     def gradient(
-        self, function: Function, params: Params, frozen: Params, batch: Any, rest: Any, num_micros: int = 1
+        self, function: Function, params: Params, frozen: Params, batch: Tree, rest: Tree, num_micros: int = 1
     ) -> tuple[Params, Any]:
         """The gradient of `function`'s first result in `params` (float32), and the sum of its second result.
 
@@ -136,14 +138,14 @@ class Devices:
 
     def _run(
         self,
-        on_device: Any,
-        specs: Any,
-        out_specs: Any,
+        on_device: Callable[..., Any],
+        specs: Specs,
+        out_specs: Tree,
         params: Params,
-        batch: Any,
-        rest: Any,
-        batch_specs: Any = None,
-    ) -> Any:
+        batch: Tree,
+        rest: Tree,
+        batch_specs: Tree | None = None,
+    ) -> Tree:
         if self.plan.mesh.size == 1:
             return on_device(params, batch, rest)
         in_specs = (specs, PartitionSpec(self._axes) if batch_specs is None else batch_specs, REPLICATED)
@@ -176,7 +178,7 @@ class Devices:
             held |= {path: dataclasses.replace(leaf, is_kept=True) for path, leaf in layers.items()}
         return (held, copies) if self.plan.cuts("grads") else ({**held, **copies}, {})
 
-    def _shard(self, leaf: Any, spec: PartitionSpec, kind: ParamKind) -> Any:
+    def _shard(self, leaf: Array, spec: PartitionSpec, kind: ParamKind) -> Tree:
         """A device's part of a parameter of this kind; the whole parameter if it is not sharded."""
         leaf = self._vary(leaf, spec)  # a device's gradient is its own until it is summed here
         if FSDP not in spec:
@@ -188,11 +190,11 @@ class Devices:
         dtype = self.dtype if is_weight else leaf.dtype
         return Shard(leaf, dim - leaf.ndim, FSDP, dtype, kind=kind, reduce_dtype=self._reduce_dtype)
 
-    def _cut(self, grads: Mapping[str, Any], specs: Specs) -> dict[str, Any]:
+    def _cut(self, grads: ParamLeaves, specs: Specs) -> dict[str, Any]:
         """The gradients, as shards for sharded parameters, summed over the devices that share a copy if not yet
         done."""
 
-        def cut(grad: Any, spec: PartitionSpec) -> Any:
+        def cut(grad: Array | Shard, spec: PartitionSpec) -> Tree:
             if isinstance(grad, Shard) or FSDP not in spec:
                 return grad
             dim = spec.index(FSDP)
@@ -202,7 +204,7 @@ class Devices:
 
         return {path: cut(grad, specs[path]) for path, grad in grads.items()}
 
-    def _over_micros(self, share: Callable[[Any], Any], batch: Any, num_micros: int) -> Any:
+    def _over_micros(self, share: Callable[[Tree], Tree], batch: Tree, num_micros: int) -> Tree:
         """The sum of `share` over micro-batches. Row i of a device goes to micro-batch i % num_micros, without sending
         rows."""
         if num_micros == 1:
@@ -212,54 +214,54 @@ class Devices:
         zeros = jax.tree.map(_zeros_like, shapes)
         return jax.lax.scan(lambda total, micro: (jax.tree.map(jnp.add, total, share(micro)), None), zeros, micros)[0]
 
-    def _vary(self, x: Any, spec: PartitionSpec) -> Any:
+    def _vary(self, x: Array, spec: PartitionSpec) -> Tree:
         """The same value, typed as possibly different between the rows' devices."""
         return _varying(x, tuple(axis for axis in self._axes if axis not in spec))
 
-    def _sum(self, shares: Any) -> Any:
+    def _sum(self, shares: Tree) -> Tree:
         """The sum over the rows' devices."""
         return jax.lax.psum(shares, self._axes) if self._axes else shares
 
-    def _sum_gradient(self, share: Any, spec: PartitionSpec) -> Any:
+    def _sum_gradient(self, share: Array, spec: PartitionSpec) -> Tree:
         """The sum over the rows' devices in the type of the plan, except over the axes in `spec`, over which the
         gradient is sharded."""
         axes = tuple(axis for axis in self._axes if axis not in spec)
         return jax.lax.psum(share.astype(self._reduce_dtype), axes).astype(jnp.float32) if axes else share
 
     @property
-    def _reduce_dtype(self) -> Any:
+    def _reduce_dtype(self) -> Tree:
         """The type in which gradients are sent and summed."""
         return jnp.dtype(getattr(jnp, self.plan.reduce_dtype))
 
 
-def _micros(batch: Any, num_micros: int) -> Any:
+def _micros(batch: Tree, num_micros: int) -> Tree:
     """The micro-batches of a device's rows, stacked: row i is in micro-batch i % num_micros."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] // num_micros, num_micros, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _at_hand(held: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, Any]:
+def _at_hand(held: ParamLeaves, copies: ParamLeaves) -> dict[str, Any]:
     """Shards for modules that gather them, and all other parameters whole, from `copies` if available."""
     held = {path: leaf.with_copy(copies[path]) if path in copies else leaf for path, leaf in held.items()}
     return {path: _for_its_module(leaf) for path, leaf in held.items()}
 
 
-def _for_its_module(leaf: Any) -> Any:
+def _for_its_module(leaf: Tree) -> Tree:
     if not is_shard(leaf) or leaf.kind.gathering is Gathering.AT_ONCE:
         return whole(leaf)
     # If a stack has more layers than any of its dims (or odd dims), the plan shards it along the layers.
     return leaf.of_every_layer() if leaf.kind.gathering is Gathering.BY_LAYER and leaf.has_rows else leaf
 
 
-def _varying(x: Any, axes: tuple[str, ...]) -> Any:
+def _varying(x: Array, axes: tuple[str, ...]) -> Tree:
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
-def _zeros_like(shape: Any) -> Any:
+def _zeros_like(shape: jax.ShapeDtypeStruct) -> Tree:
     """float32 zeros that vary over the same axes: the total of a scan must have the type of what is added."""
     of_axes = shape.manual_axis_type  # None where there is one device
     axes = tuple(axis for axis in AXES if of_axes and axis in of_axes.varying)
     return _varying(jnp.zeros(shape.shape, jnp.float32), axes)
 
 
-def _float32(tree: Any) -> Any:
+def _float32(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from openpi_train.parallel.params import Gathering, ParamUse, kind_of, use_of
 from openpi_train.parallel.remat import Remat, recomputed
 from openpi_train.parallel.shard import Shard, is_shard, whole
+from openpi_train.types import Tree
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -44,7 +46,12 @@ def _split(stacked: nnx.Module) -> tuple[nnx.GraphDef, Any]:
 
 
 def scan_layers(
-    stacked: M, body: Callable[[M, Any, Any], tuple[Any, Any]], carry: Any, per_layer: Any = None, *, remat: Remat
+    stacked: M,
+    body: Callable[[M, Any, Any], tuple[object, object]],
+    carry: Tree,
+    per_layer: Tree | None = None,
+    *,
+    remat: Remat,
 ) -> tuple[Any, Any]:
     """Apply a stack of layers in order.
 
@@ -64,7 +71,7 @@ def scan_layers(
     graph, params = _split(stacked)
     fetches, unrolled = _has_shards(params), _use(params).unrolled
 
-    def step(carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+    def step(carry: Tree, layer: Tree, extra: Tree) -> tuple[Any, Any]:
         layer = _gathered(layer)
         if unrolled and remat == "full":
             carry, layer = _with_own_gradients(carry, layer, sent=fetches)
@@ -83,13 +90,13 @@ def scan_layers(
 _Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def _loop(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> tuple[Any, Any]:
+def _loop(step: _Step, carry: Tree, layers: Tree, per_layer: Tree, remat: Remat, fetches: bool) -> tuple[Any, Any]:
     """`jax.lax.scan` over the layers with what `remat` recomputes in the backward pass."""
     run = recomputed(step, remat, fetches, unrolled=False)
     return jax.lax.scan(lambda carry, inputs: run(carry, *inputs), carry, (layers, per_layer))
 
 
-def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat, fetches: bool) -> Any:
+def _unrolled(step: _Step, carry: Tree, layers: Tree, per_layer: Tree, remat: Remat, fetches: bool) -> Tree:
     """The same as code for one layer after the other, but without the last one, whose parameters come last.
 
     A layer passes the parameters of the next one on. So its backward pass has their gradients, which are summed over
@@ -105,13 +112,13 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     the batch last in those of a SigLIP and transposes between its products.
     """
 
-    def read(index: Any, carry: Any, layer: Any, extra: Any) -> tuple[Any, Any]:
+    def read(index: Array, carry: Tree, layer: Tree, extra: Tree) -> tuple[Any, Any]:
         return step(carry, _read_from(layers, index, layer, carry), extra)
 
     # Without checkpoint's own barrier XLA would find what is recomputed to be there already, and keep it.
     run = recomputed(read, remat, fetches, unrolled=True)
 
-    def turn(state: Any, inputs: Any) -> Any:
+    def turn(state: Tree, inputs: Tree) -> Tree:
         (carry, layer), (index, following, extra) = state, inputs
         # Those that are frozen do not pass: the function would give them gradients, of zeros.
         trained = jax.tree.map(lambda leaf: None if _is_frozen(leaf) else leaf, following, is_leaf=_is_variable)
@@ -128,7 +135,7 @@ def _unrolled(step: _Step, carry: Any, layers: Any, per_layer: Any, remat: Remat
     return carry, outputs, last
 
 
-def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any]:
+def _with_own_gradients(carry: Tree, layer: Tree, *, sent: bool) -> tuple[Any, Any]:
     """What a layer reads; the gradient of `carry` waits for those of the layer's trained weights.
 
     XLA would else put their products off until after the layer before is computed again, and keep what they read. Where
@@ -136,7 +143,7 @@ def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any
     waiting for all would leave less to do while they are sent.
     """
 
-    def waits(leaf: Any) -> bool:
+    def waits(leaf: Tree) -> bool:
         return _is_variable(leaf) and not _is_frozen(leaf) and (not sent or kind_of(leaf).wide)
 
     own = jax.tree.map(lambda leaf: leaf if waits(leaf) else None, layer, is_leaf=_is_variable)
@@ -145,12 +152,12 @@ def _with_own_gradients(carry: Any, layer: Any, *, sent: bool) -> tuple[Any, Any
 
 
 @jax.custom_vjp
-def _held(inputs: Any) -> Any:
+def _held(inputs: Tree) -> Tree:
     """The inputs; what reads the gradient of one of these arrays waits for those of all."""
     return inputs
 
 
-def _held_backward(_: None, gradients: Any) -> Any:
+def _held_backward(_: None, gradients: Tree) -> Tree:
     leaves, tree = jax.tree.flatten(gradients)
     return (jax.tree.unflatten(tree, _together(leaves)),)
 
@@ -158,11 +165,11 @@ def _held_backward(_: None, gradients: Any) -> Any:
 _held.defvjp(lambda inputs: (inputs, None), _held_backward)
 
 
-def _read_from(stack: Any, index: Any, layer: Any, carry: Any) -> Any:
+def _read_from(stack: Tree, index: Array, layer: Tree, carry: Tree) -> Tree:
     """The parameters of the layer with this index, which gets `carry`; shards that are gathered again in the backward
     pass, vectors, and what is frozen are read from the stack, with gradients to the layer's own."""
 
-    def read(one: Any, of_all: Any) -> Any:
+    def read(one: nnx.Variable, of_all: nnx.Variable) -> Tree:
         value = one.get_value() if _is_variable(one) else None
         if isinstance(value, jax.Array) and value.ndim > 1 and _is_frozen(one):
             return one.replace(_entry_for(carry, of_all.get_value(), index))
@@ -176,7 +183,7 @@ def _read_from(stack: Any, index: Any, layer: Any, carry: Any) -> Any:
     return jax.tree.map(read, layer, stack, is_leaf=_is_variable)
 
 
-def _entry_for(carry: Any, stack: Array, index: Array) -> Array:
+def _entry_for(carry: Tree, stack: Array, index: Array) -> Array:
     """The entry of a stack with this index, read when `carry` is there."""
     there = jax.tree.map(jax.lax.stop_gradient, carry)
     index, _ = jax.lax.optimization_barrier((index, there))
@@ -194,13 +201,13 @@ _read_entry.defvjp(lambda *inputs: (_entry(*inputs), None), lambda _, gradient: 
 
 
 @jax.custom_vjp
-def _with_gradients_at_once(inputs: Any) -> Any:
+def _with_gradients_at_once(inputs: Tree) -> Tree:
     """The inputs; what reads the gradient of one of these arrays waits for those of all. Gradients are in the order of
     their dims."""
     return inputs
 
 
-def _gradients_at_once(_: None, gradients: Any) -> Any:
+def _gradients_at_once(_: None, gradients: Tree) -> Tree:
     leaves, tree = jax.tree.flatten(gradients)
     waiting = jax.tree.leaves(jax.tree.map(_as_sent, gradients, is_leaf=is_shard))
     ordered = [leaf if leaf.dtype == jax.dtypes.float0 else _in_order(leaf) for leaf in waiting]
@@ -223,7 +230,7 @@ def _together(gradients: Sequence[Array]) -> list[Array]:
     return found
 
 
-def _as_sent(gradient: Any) -> Any:
+def _as_sent(gradient: Tree) -> Tree:
     """A gradient in the type in which it was sent, if it was: its values are of that type. It waits in it, and is
     widened when it is written to the stack."""
     if not is_shard(gradient):
@@ -268,11 +275,11 @@ def _first_and_later(x: Array) -> tuple[Array, Array]:
     return _cut_first(x) if jnp.issubdtype(x.dtype, jnp.inexact) else (x[0], x[1:])
 
 
-def _with_copies(layer: Any) -> Any:
+def _with_copies(layer: Tree) -> Tree:
     """A layer's parameters with copies of the shards that are kept for the backward pass, entry by entry where products
     read them so."""
 
-    def with_copy(leaf: Any) -> Any:
+    def with_copy(leaf: Tree) -> Tree:
         value = leaf.get_value() if _is_variable(leaf) else None
         if not isinstance(value, Shard) or not value.is_kept:
             return leaf
@@ -283,19 +290,19 @@ def _with_copies(layer: Any) -> Any:
     return jax.tree.map(with_copy, layer, is_leaf=_is_variable)
 
 
-def _use(params: Any) -> ParamUse:
+def _use(params: Tree) -> ParamUse:
     """What a step does with all parameters of a stack; which of them are frozen, each says itself."""
     return next(filter(None, map(use_of, jax.tree.leaves(params, is_leaf=_is_variable))), ParamUse())
 
 
-def _gathered(layer_params: Any) -> Any:
+def _gathered(layer_params: Tree) -> Tree:
     """The parameters of one layer for training, with every shard gathered.
 
     Weights of which a product reads one entry of the first axis become tuples of these entries, each gathered by
     itself: then no entry need be copied out of a gathered array.
     """
 
-    def gathered(variable: Any) -> Any:
+    def gathered(variable: nnx.Variable) -> Tree:
         value = variable.get_value()
         if not is_shard(value):
             return variable
@@ -314,7 +321,7 @@ def each_layer(stacked: M) -> list[M]:
     return [nnx.merge(graph, whole(jax.tree.map(lambda x, n=n: x[n], params))) for n in range(depth)]
 
 
-def _has_shards(params: Any) -> bool:
+def _has_shards(params: Tree) -> bool:
     """Whether some of these parameters are shards, or to be treated so."""
     return _use(params).as_gathered or any(map(is_shard, jax.tree.leaves(params, is_leaf=is_shard)))
 
@@ -322,11 +329,11 @@ def _has_shards(params: Any) -> bool:
 def scan_to_last(
     stacked: M,
     body: Callable[[M, Any, Any], tuple[Any, Any]],
-    carry: Any,
-    per_layer: Any = None,
+    carry: Tree,
+    per_layer: Tree | None = None,
     *,
     remat: Remat,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Any, Any, M]:
     """Apply all layers but the last one, with a backward pass: the result of `scan_layers`, and the last layer, which
     may then be computed differently.
@@ -343,28 +350,28 @@ def scan_to_last(
         in_type = not value.is_kept if is_shard(value) else value.ndim < 3 or value.dtype == dtype
         return in_type and _is_frozen(variable)
 
-    def parts(keep: Callable[[nnx.Variable], bool]) -> Any:
+    def parts(keep: Callable[[nnx.Variable], bool]) -> Tree:
         return jax.tree.map(lambda leaf: leaf if keep(leaf) else None, params, is_leaf=_is_variable)
 
-    def cast(x: Any) -> Any:
+    def cast(x: Tree) -> Tree:
         return x if is_shard(x) or x.ndim < 3 else x.astype(dtype)
 
     read, unrolled = parts(is_read), _use(params).unrolled
     cut = jax.tree.map(cast, parts(lambda leaf: not is_read(leaf)), is_leaf=is_shard)
 
-    def entry(variable: nnx.Variable, index: Any, carry: Any) -> nnx.Variable:
+    def entry(variable: nnx.Variable, index: Array, carry: Tree) -> nnx.Variable:
         value = variable.get_value()
         if unrolled and not is_shard(value) and value.ndim > 2:
             return variable.replace(_entry_for(carry, value, index))
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), variable)
 
-    def whole_layer(index_and_others: Any, carry: Any) -> M:
+    def whole_layer(index_and_others: Tree, carry: Tree) -> M:
         index, others = index_and_others
         mine = jax.tree.map(lambda one: entry(one, index, carry), read, is_leaf=_is_variable)
         layer = jax.tree.map(lambda a, b: b if a is None else a, mine, others, is_leaf=_is_variable_or_none)
         return nnx.merge(graph, _gathered(layer))
 
-    def step(carry: Any, index_and_others: Any, extra: Any) -> tuple[Any, Any]:
+    def step(carry: Tree, index_and_others: Tree, extra: Tree) -> tuple[Any, Any]:
         return body(whole_layer(index_and_others, carry), carry, extra)
 
     depth = len(jax.tree.leaves(params)[0])
@@ -379,26 +386,26 @@ def scan_to_last(
     return carry, outputs, whole_layer(last, carry)
 
 
-def _is_variable(leaf: Any) -> bool:
+def _is_variable(leaf: object) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def _is_frozen(leaf: Any) -> bool:
+def _is_frozen(leaf: Tree) -> bool:
     return _is_variable(leaf) and (use_of(leaf) or ParamUse()).frozen
 
 
-def _is_variable_or_none(leaf: Any) -> bool:
+def _is_variable_or_none(leaf: object) -> bool:
     return leaf is None or _is_variable(leaf)
 
 
-def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any, M]:
+def scan_all_but_last(stacked: M, body: Callable[[M, Any], tuple[object, object]], carry: Tree) -> tuple[Any, Any, M]:
     """Apply all layers but the last: returns the result of `scan_layers`, and the last layer. Copies no layer.
 
     Only without a backward pass: here the gradient of each layer would be as large as the stack.
     """
     graph, params = _split(stacked)
 
-    def layer(index: Any) -> M:
+    def layer(index: Array | int) -> M:
         return nnx.merge(graph, whole(jax.tree.map(lambda x: x[index], params)))
 
     depth = len(jax.tree.leaves(params)[0])

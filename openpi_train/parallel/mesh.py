@@ -5,11 +5,12 @@ layers, `tensor.py`). A batch is sharded over `replica` and `fsdp` together; dev
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from openpi_train.runtime.device_kinds import JaxDevice
 
 REPLICA, FSDP, TENSOR = "replica", "fsdp", "tensor"
 AXES = (REPLICA, FSDP, TENSOR)
@@ -17,7 +18,7 @@ BATCH = PartitionSpec((REPLICA, FSDP))
 REPLICATED = PartitionSpec()
 
 
-def make_mesh(fsdp_devices: int, devices: Sequence[Any] | None = None, tensor_devices: int = 1) -> Mesh:
+def make_mesh(fsdp_devices: int, devices: Sequence[JaxDevice] | None = None, tensor_devices: int = 1) -> Mesh:
     """The mesh over all processes' devices; the remaining devices are replicas.
 
     Devices stay in process order, `tensor` is the innermost axis and `fsdp` the next, so such a group is within

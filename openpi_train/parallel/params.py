@@ -14,6 +14,8 @@ from flax import nnx
 from jaxtyping import Array
 
 Params = dict[str, Array]
+# The same, of arrays or of what stands for them: shapes, shards, shardings.
+ParamLeaves = Mapping[str, Any]
 
 
 class Gathering(enum.Enum):
@@ -50,13 +52,13 @@ class ParamUse:
     as_gathered: bool = False
 
 
-def flat_params(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flat_params(tree: ParamLeaves) -> dict[str, Any]:
     """A nested parameter dictionary (of arrays, or of shapes) as one flat dictionary keyed by path."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
-def nested_params(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nested_params(flat: ParamLeaves) -> dict[str, Any]:
     """The inverse of `flat_params`."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
@@ -95,6 +97,6 @@ def use_params(module: nnx.Module, use: ParamUse, frozen: Container[str] = ()) -
         variable.set_metadata(use=dataclasses.replace(use, frozen="/".join(map(str, path)) in frozen))
 
 
-def merge_module(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> nnx.Module:
+def merge_module(graphdef: nnx.GraphDef, params: ParamLeaves) -> nnx.Module:
     """Build the module from `params`, all of its leaves by path (arrays, their shapes, or shards)."""
     return nnx.merge(graphdef, nested_params(params))

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jaxtyping import Array
 
 # What is stored for the backward pass in addition to a layer's input: everything (of unrolled layers that are gathered:
@@ -28,7 +29,7 @@ def keep_input(x: Array) -> Array:
     return checkpoint_name(x, INPUT)
 
 
-def _flash_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+def _flash_attention(primitive: Primitive, *_: object, **__: object) -> bool:
     """Whether this is cuDNN's attention, whose softmax statistics have no name (jax 0.10.2: `jax/_src/cudnn`)."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
@@ -54,7 +55,7 @@ _WITHOUT_ARITHMETIC = frozenset(
 )
 
 
-def recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, unrolled: bool) -> Callable[..., Any]:
+def recomputed(step: Callable[..., object], remat: Remat, fetches: bool, *, unrolled: bool) -> Callable[..., Any]:
     """The step of a scan over layers, with what `remat` recomputes in the backward pass.
 
     Where the step `fetches` weights itself, gathered or read from a stack, they are fetched again and never kept: it
@@ -69,6 +70,6 @@ def recomputed(step: Callable[..., Any], remat: Remat, fetches: bool, *, unrolle
     return jax.checkpoint(step, prevent_cse=unrolled, policy=policy)
 
 
-def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
+def _all_but_weights(primitive: Primitive, *_: object, **__: object) -> bool:
     """Whether the primitive does arithmetic. A gathered weight only passes through others before its product."""
     return primitive.name not in _WITHOUT_ARITHMETIC

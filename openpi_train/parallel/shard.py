@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.parallel.mesh import TENSOR
 from openpi_train.parallel.params import ParamKind
+from openpi_train.types import Tree
 
 _STATIC = {"static": True}  # by jax's convention: part of the tree's structure, not a leaf
 
@@ -104,7 +105,7 @@ class Shard:
         part = jax.lax.all_to_all(flat, self.axis, split_axis=1, concat_axis=0, tiled=True)
         return dataclasses.replace(self, part=part, dim=-1, layer=self.part.shape[1:])
 
-    def __getitem__(self, _: Any = None) -> Array:
+    def __getitem__(self, _: object | None = None) -> Array:
         """Refused: modules read shards only in the ways of `Gathering`. Always raises TypeError."""
         raise TypeError(
             "a parameter that its module gathers by itself was read otherwise: a stack that stack_layers made runs "
@@ -119,12 +120,12 @@ def _filled(x: Array, num_parts: int) -> Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % num_parts),))
 
 
-def is_shard(leaf: Any) -> bool:
+def is_shard(leaf: object) -> bool:
     """Whether it is a `Shard`."""
     return isinstance(leaf, Shard)
 
 
-def whole(tree: Any) -> Any:
+def whole(tree: Tree) -> Tree:
     """`tree` with every shard gathered."""
     return jax.tree.map(lambda leaf: leaf.whole() if is_shard(leaf) else leaf, tree, is_leaf=is_shard)
 

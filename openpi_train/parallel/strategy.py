@@ -10,7 +10,7 @@ whether a part is on the devices or in host memory between steps.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -18,7 +18,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from openpi_train.fields import at_least, setting
 from openpi_train.parallel.mesh import FSDP, TENSOR, batch_sharding, replicated
+from openpi_train.parallel.params import ParamLeaves
 from openpi_train.parallel.tensor import tensor_dim
+from openpi_train.types import Tree
 
 # Parts held by a device: the state (float32 parameters, moments, average), the sum of gradients over micro-batches, and
 # the copy of the parameters used for computation.
@@ -117,7 +119,7 @@ class Plan:
         """Whether the strategy shards this part."""
         return part in CUT[self.strategy]
 
-    def spec(self, part: Part, leaf: Any, path: str) -> PartitionSpec:
+    def spec(self, part: Part, leaf: jax.Array | jax.ShapeDtypeStruct, path: str) -> PartitionSpec:
         """The partition of one array (or its shape) of `part`: the parameter at `path`, or what belongs to it."""
         axes: dict[int, str] = {}
         shape, tensor_devices = list(leaf.shape), self.mesh.shape[TENSOR]
@@ -131,7 +133,7 @@ class Plan:
             axes |= {} if dim is None else {dim: FSDP}
         return PartitionSpec(*(axes.get(dim) for dim in range(max(axes, default=-1) + 1)))
 
-    def uncut_share(self, params: Mapping[str, Any]) -> float:
+    def uncut_share(self, params: ParamLeaves) -> float:
         """The share of the parameters that stays whole although the state is sharded: none of their dims is
         divisible."""
         sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in params.items()}
@@ -141,18 +143,18 @@ class Plan:
         whole = sum(sizes[path] for path in large if FSDP not in self.spec("state", params[path], path))
         return whole / max(sum(sizes.values()), 1)
 
-    def tree(self, part: Part, tree: Any) -> Any:
+    def tree(self, part: Part, tree: Tree) -> Tree:
         """The sharding of every leaf of `tree`, a tree of `part` whose innermost keys are parameter paths."""
 
-        def sharding(keys: Any, leaf: Any) -> NamedSharding:
+        def sharding(keys: tuple[object, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
             return NamedSharding(self.mesh, self.spec(part, leaf, str(getattr(keys[-1], "key", "")) if keys else ""))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
-    def between_steps(self, field: str, tree: Any) -> Any:
+    def between_steps(self, field: str, tree: Tree) -> Tree:
         """The sharding of every leaf of this field of the state between steps, possibly in host memory."""
 
-        def place(leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        def place(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
             large = leaf.ndim > 0 and math.prod(leaf.shape) * leaf.dtype.itemsize >= self.min_shard_mib * 2**20
             return sharding.with_memory_kind(HOST_MEMORY) if large and field in ON_HOST[self.offload] else sharding
 

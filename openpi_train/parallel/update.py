@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array, Bool
 
 from openpi_train.optim import EmaWarmup
 from openpi_train.parallel.params import Params
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import DEVICE_MEMORY, HOST_MEMORY, Plan
+from openpi_train.types import Tree
 
 _FIELDS = ("params", "opt_state", "ema")  # of the state: what an update changes
 
@@ -39,7 +40,7 @@ class Update:
         fields = {name: getattr(state, name) for name in _FIELDS}
         return dataclasses.replace(state, **update(fields, grads, finite, state.step))
 
-    def _at_once(self, fields: dict[str, Any], grads: Params, finite: Any, step: Any) -> dict[str, Any]:
+    def _at_once(self, fields: dict[str, Tree], grads: Params, finite: Bool[Array, ""], step: Array) -> dict[str, Any]:
         with jax.named_scope("optimizer"):
             updates, opt_state = self.optimizer.update(grads, fields["opt_state"], fields["params"])
             params = optax.apply_updates(fields["params"], updates)
@@ -51,7 +52,7 @@ class Update:
         new = {"params": params, "opt_state": opt_state, "ema": ema}
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, fields)
 
-    def _in_turn(self, fields: dict[str, Any], grads: Params, finite: Any, step: Any) -> dict[str, Any]:
+    def _in_turn(self, fields: dict[str, Tree], grads: Params, finite: Bool[Array, ""], step: Array) -> dict[str, Any]:
         """`_at_once`, traced as a whole and evaluated parameter by parameter, so both compute the same bits."""
         inputs = fields, grads, finite, step
         on_devices = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
@@ -60,7 +61,7 @@ class Update:
         homes = jax.tree.leaves({name: self.plan.between_steps(name, tree) for name, tree in fields.items()})
         working = jax.tree.leaves(self.plan.tree("state", fields))
 
-        def move(leaf: Any, number: int, sharding: Any) -> Any:
+        def move(leaf: Array, number: int, sharding: jax.sharding.Sharding) -> Tree:
             return jax.device_put(leaf, sharding) if homes[number].memory_kind == HOST_MEMORY else leaf
 
         # The first two groups wait for the gradients, since before there is no space on the device.
@@ -76,7 +77,7 @@ class Update:
         return jax.tree.unflatten(jax.tree.structure(fields), leaves)
 
 
-def _groups(fields: dict[str, Any], homes: Sequence[Any]) -> list[list[int]]:
+def _groups(fields: dict[str, Tree], homes: Sequence[jax.sharding.Sharding]) -> list[list[int]]:
     """The leaf numbers of each parameter that has leaves in host memory."""
     groups: dict[Any, list[int]] = {path: [] for path in fields["params"]}
     for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(fields)[0]):
@@ -87,7 +88,7 @@ def _groups(fields: dict[str, Any], homes: Sequence[Any]) -> list[list[int]]:
 class _OnDemand:
     """A traced function whose outputs are computed lazily, and nothing twice."""
 
-    def __init__(self, traced: ClosedJaxpr, value_of_input: Callable[[int], Any]):
+    def __init__(self, traced: ClosedJaxpr, value_of_input: Callable[[int], Array]):
         """`value_of_input` returns an argument's leaf by number; it is called when the leaf is first used."""
         self._jaxpr = traced.jaxpr
         self._input = value_of_input
@@ -96,11 +97,11 @@ class _OnDemand:
         self._equations = {var: equation for equation in self._jaxpr.eqns for var in equation.outvars}
         self._called: dict[int, _OnDemand] = {}
 
-    def output(self, number: int) -> Any:
+    def output(self, number: int) -> Tree:
         """The output leaf of this number."""
         return self._value(self._jaxpr.outvars[number])
 
-    def _value(self, atom: Any) -> Any:
+    def _value(self, atom: Var | Literal) -> Tree:
         if isinstance(atom, Literal):
             return atom.val
         if atom in self._numbers:
@@ -109,7 +110,7 @@ class _OnDemand:
             self._compute(atom, self._equations[atom])
         return self._known[atom]
 
-    def _compute(self, atom: Any, equation: Any) -> None:
+    def _compute(self, atom: Var, equation: JaxprEqn) -> None:
         if equation.primitive.name == "jit":  # optax has some over all parameters: only what is asked for of these, too
             outer = equation.invars
             called = self._called.setdefault(

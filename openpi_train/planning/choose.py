@@ -6,7 +6,6 @@ the times of those that fit.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,7 +17,7 @@ from openpi_train.parallel.strategy import Plan, Strategy
 from openpi_train.planning.forecast import LayoutCost, Machine
 from openpi_train.planning.generation import generation_bytes
 from openpi_train.planning.links import Flow, flows
-from openpi_train.planning.memory import Memory, predict
+from openpi_train.planning.memory import Memory, PlannedState, predict
 from openpi_train.planning.rollout_cost import RolloutCost
 from openpi_train.planning.traffic import bytes_beside, formula_by_axes, tensor_bytes
 
@@ -70,7 +69,7 @@ def planned(experiment: Experiment, strategy: Strategy, fsdp_devices: int, num_d
 
 def layout_cost(
     experiment: Experiment,
-    state: Any,
+    state: PlannedState,
     strategy: Strategy,
     fsdp_devices: int,
     machine: Machine,

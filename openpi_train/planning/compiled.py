@@ -4,6 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from openpi_train.data.core.files import read_json, write_json
 from openpi_train.runtime.device_kinds import GIB
 
@@ -21,7 +23,7 @@ def needed_bytes(memory: Any) -> int:
     return memory.argument_size_in_bytes + own
 
 
-def check_plan(path: Path, compiled: Any, batch_bytes: int) -> None:
+def check_plan(path: Path, compiled: jax.stages.Compiled, batch_bytes: int) -> None:
     """Add the memory of `compiled`, the step with `batch_bytes` on each device, to the plan at `path`, and log it.
 
     Its state includes host memory, which XLA for CPUs does not distinguish. Warns if the state differs from the

@@ -8,6 +8,8 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from numpy.typing import DTypeLike
 
 from openpi_train.parallel.mesh import TENSOR
 from openpi_train.planning.estimate import peak_bytes
@@ -38,7 +40,7 @@ class RematCost:
     product_rate: float = 1.0
 
 
-def cost(remat: str | None, jaxpr: Any, dtype: Any) -> RematCost:
+def cost(remat: str | None, jaxpr: Jaxpr | ClosedJaxpr, dtype: DTypeLike) -> RematCost:
     """The cost of a row under the policy of this name, of the traced loss and gradient of `ROWS` rows on one device, or
     one tensor group, computed in `dtype`."""
     return RematCost(

@@ -15,9 +15,8 @@ step needs indeed its compiler says (`training/fitting.py`). Read next: `costs.p
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from openpi_train.planning.jaxprs import SizeOf, bodies
 
@@ -57,7 +56,7 @@ class _Operation:
     reuses: bool
 
 
-def peak_bytes(jaxpr: Any, size_of: SizeOf, *, counts_outputs: bool = True) -> float:
+def peak_bytes(jaxpr: Jaxpr | ClosedJaxpr, size_of: SizeOf, *, counts_outputs: bool = True) -> float:
     """The most bytes, by `size_of`, of the arrays that this program computes; its inputs do not count."""
     program: list[_Operation] = []
     outputs = _add(jaxpr, [_Array() for _ in jaxpr.invars], size_of, program)
@@ -81,11 +80,13 @@ def peak_bytes(jaxpr: Any, size_of: SizeOf, *, counts_outputs: bool = True) -> f
     return max(during, default=0.0)
 
 
-def _add(jaxpr: Any, inputs: Sequence[_Array], size_of: SizeOf, program: list[_Operation]) -> list[_Array]:
+def _add(
+    jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[_Array], size_of: SizeOf, program: list[_Operation]
+) -> list[_Array]:
     """Append the operations of `jaxpr`, with calls inlined. Returns its outputs."""
     known = {**{var: _Array() for var in jaxpr.constvars}, **dict(zip(jaxpr.invars, inputs, strict=True))}
 
-    def arrays_of(variables: Sequence[Any]) -> list[_Array]:
+    def arrays_of(variables: Sequence[Var | Literal]) -> list[_Array]:
         return [_Array() if isinstance(var, Literal) else known[var] for var in variables]
 
     for equation in jaxpr.eqns:
@@ -106,7 +107,7 @@ def _add(jaxpr: Any, inputs: Sequence[_Array], size_of: SizeOf, program: list[_O
     return arrays_of(jaxpr.outvars)
 
 
-def _is_by_element(equation: Any) -> bool:
+def _is_by_element(equation: JaxprEqn) -> bool:
     """Whether it is arithmetic by element; of some inputs all elements of a dim may be one."""
     if len(equation.outvars) != 1 or equation.primitive.name in _BY_ITSELF or bodies(equation):
         return False

@@ -1,10 +1,11 @@
 """Count the FLOPs of a traced program, and what it writes again. Read next: `training/program.py`, the caller."""
 
 import math
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from openpi_train.parallel.remat import INPUT
-from openpi_train.planning.jaxprs import SizeOf, bodies, devices, turns
+from openpi_train.planning.jaxprs import SizeOf, array_of, bodies, devices, turns
 
 # jax's name for the part of a backward pass that `jax.checkpoint` adds (jax 0.10.2: `ad_checkpoint.py`).
 _RECOMPUTED = "rematted_computation"
@@ -13,7 +14,7 @@ _RECOMPUTED = "rematted_computation"
 _ATTENTION = {"dot_product_attention_fwd_wrapper": (2, 2), "dot_product_attention_bwd_wrapper": (4, 5)}
 
 
-def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
+def product_flops(jaxpr: Jaxpr | ClosedJaxpr, *, recomputed: bool = True) -> float:
     """FLOPs over all devices: two per multiply-add of every matrix product and convolution (including padding), times
     the number of iterations in loops.
 
@@ -25,8 +26,8 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
             continue
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            total += 2 * equation.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+            shape = array_of(equation.invars[0]).shape
+            total += 2 * array_of(equation.outvars[0]).size * math.prod(shape[dim] for dim in contracted)
         elif equation.primitive.name == "conv_general_dilated":
             total += _convolution_flops(equation)
         elif equation.primitive.name in _ATTENTION:
@@ -36,7 +37,7 @@ def product_flops(jaxpr: Any, *, recomputed: bool = True) -> float:
     return total
 
 
-def rewritten_bytes(jaxpr: Any, size_of: SizeOf) -> float:
+def rewritten_bytes(jaxpr: Jaxpr | ClosedJaxpr, size_of: SizeOf) -> float:
     """Bytes, by `size_of`, of the inputs of products with weights that the backward pass computes, and so writes,
     again: it takes them from no product, so that no FLOPs say so."""
     total = 0.0
@@ -47,16 +48,16 @@ def rewritten_bytes(jaxpr: Any, size_of: SizeOf) -> float:
     return total
 
 
-def _weights_times_width(equation: Any) -> float:
+def _weights_times_width(equation: JaxprEqn) -> float:
     """The size of all queries "b t n c" times the number of keys."""
-    query, key = (var.aval.shape for var in equation.invars[:2])
+    query, key = (array_of(var).shape for var in equation.invars[:2])
     return math.prod(query) * key[1]
 
 
-def _convolution_flops(equation: Any) -> float:
+def _convolution_flops(equation: JaxprEqn) -> float:
     """FLOPs of one convolution: each output needs as many products as the kernel has weights for it, without the zeros
     between the values of a dilated input (the gradient of a stride).
     """
-    kernel, params = equation.invars[1].aval.shape, equation.params
+    kernel, params = array_of(equation.invars[1]).shape, equation.params
     weights = math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]
-    return 2 * equation.outvars[0].aval.size * weights / math.prod(params["lhs_dilation"])
+    return 2 * array_of(equation.outvars[0]).size * weights / math.prod(params["lhs_dilation"])

@@ -11,8 +11,9 @@ from flax import nnx
 
 from openpi_train.generation.generation_size import GenerationSize, dtype_held
 from openpi_train.generation.generator import lengths
+from openpi_train.models.language.language import LanguageConfig
 from openpi_train.parallel.mesh import planned_mesh
-from openpi_train.parallel.params import Params, merge_module, module_params
+from openpi_train.parallel.params import ParamLeaves, Params, merge_module, module_params
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.estimate import peak_bytes
 from openpi_train.planning.memory import bytes_per_device
@@ -75,11 +76,11 @@ def _slot_bytes(size: GenerationSize, tensor_devices: int) -> int:
     return whole // (tensor_devices if sizes.num_kv_heads % tensor_devices == 0 else 1)
 
 
-def _reading_bytes(language: Any, params: Mapping[str, Any], size: GenerationSize) -> int:
+def _reading_bytes(language: LanguageConfig, params: ParamLeaves, size: GenerationSize) -> int:
     """Bytes of the arrays that are alive at once while all rows' prompts are read by one device."""
     graphdef = nnx.split(nnx.eval_shape(lambda: language.build(nnx.Rngs(0))))[0]
 
-    def read(params: Params, tokens: Any, length: Any) -> Any:
+    def read(params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
         decoder: Any = merge_module(graphdef, params)
         return decoder.prefill(tokens, length)[1]
 

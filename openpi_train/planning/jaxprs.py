@@ -5,23 +5,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 # Bytes of an array of this shape and type that count.
 SizeOf = Callable[[Any], float]
 
 
-def bodies(equation: Any) -> list[Any]:
+def bodies(equation: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs inside an operation: a called function, a loop's body, or the branches of a conditional."""
     leaves = jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr)
     return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
 
 
-def turns(equation: Any) -> int:
+def turns(equation: JaxprEqn) -> int:
     """How often the body runs on a device: 1 if it is not a loop, or if the count is unknown."""
     return equation.params.get("length", 1)
 
 
-def devices(equation: Any) -> int:
+def devices(equation: JaxprEqn) -> int:
     """How many devices each run the body."""
     if equation.primitive.name != "shard_map":
         return 1
@@ -29,5 +30,11 @@ def devices(equation: Any) -> int:
     return math.prod(equation.params["mesh"].shape[axis] for axis in axes)
 
 
-def _is_jaxpr(value: Any) -> bool:
+def array_of(atom: Var | Literal) -> jax.ShapeDtypeStruct:
+    """What this input or output is, an array: jax's own types leave its shape out."""
+    aval: Any = atom.aval
+    return aval
+
+
+def _is_jaxpr(value: object) -> bool:
     return hasattr(value, "eqns")

@@ -8,9 +8,9 @@ or on another.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from openpi_train.parallel.mesh import AXES
 
@@ -27,7 +27,9 @@ class Flow:
         return max(self.within / link_gb_s, self.between / network_gb_s) / 1e9
 
 
-def flows(sent_by_axes: Mapping[tuple[str, ...], float], mesh: Any, devices_per_host: int) -> list[Flow]:
+def flows(
+    sent_by_axes: Mapping[tuple[str, ...], float], mesh: Mesh | AbstractMesh, devices_per_host: int
+) -> list[Flow]:
     """The traffic per link, given what one device sends along each of the mesh's axes (`traffic.py:
     formula_by_axes`)."""
     return [ring_flow(_rings(axes, mesh), sent, devices_per_host) for axes, sent in sent_by_axes.items()]
@@ -41,7 +43,7 @@ def ring_flow(rings: Sequence[Sequence[int]], sent: float, devices_per_host: int
     return Flow(within=sent if len(leaving) < len(edges) else 0.0, between=sent * busiest)
 
 
-def _rings(axes: tuple[str, ...], mesh: Any) -> list[list[int]]:
+def _rings(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> list[list[int]]:
     """Indices of the devices in each ring along `axes`."""
     grid = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in AXES])
     members = math.prod(mesh.shape[axis] for axis in axes)

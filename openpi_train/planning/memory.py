@@ -7,17 +7,22 @@ State is exact: abstract shapes under the plan's shardings. Activations are an e
 import dataclasses
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
+from openpi_train.experiment import Experiment
 from openpi_train.parallel.mesh import FSDP, TENSOR
-from openpi_train.parallel.params import Gathering, merge_module, param_kinds
-from openpi_train.parallel.strategy import HOST_MEMORY
+from openpi_train.parallel.params import Gathering, ParamLeaves, merge_module, param_kinds
+from openpi_train.parallel.state import TrainState
+from openpi_train.parallel.strategy import HOST_MEMORY, Plan
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
+from openpi_train.types import Tree
 
 # How far an estimate of memory may be off, as a share of what the compiler says (`estimate.py`).
 OFF = 0.25
@@ -97,7 +102,19 @@ class Memory:
         return {**dataclasses.asdict(self), "state": self.state, "total": self.total}
 
 
-def bytes_per_device(tree: Any, shardings: Any, *, on_host: bool = False) -> int:
+class PlannedState(Protocol):
+    """The shapes and shardings of a run's state, `training/init.py: StateLayout`."""
+
+    @property
+    def graphdef(self) -> nnx.GraphDef: ...
+    @property
+    def shapes(self) -> TrainState: ...
+    @property
+    def shardings(self) -> TrainState: ...
+    def under(self, plan: Plan) -> "PlannedState": ...
+
+
+def bytes_per_device(tree: Tree, shardings: Tree, *, on_host: bool = False) -> int:
     """Bytes of the arrays (or shapes) of `tree` that one device holds under `shardings`, a tree or one for all.
 
     Or, `on_host`, those that it keeps in host memory.
@@ -113,9 +130,9 @@ def bytes_per_device(tree: Any, shardings: Any, *, on_host: bool = False) -> int
 
 
 def predict(
-    layout: Any, plan: Any, *, num_micros: int = 1, dtype: Any = jnp.bfloat16, unrolled: bool = False
+    layout: PlannedState, plan: Plan, *, num_micros: int = 1, dtype: DTypeLike = jnp.bfloat16, unrolled: bool = False
 ) -> Memory:
-    """Memory of one device for a state layout (`training/init.py: StateLayout`), without activations and rows.
+    """Memory of one device for a state layout, without activations and rows.
 
     The state is exact. Gradients are float32, and sharded as they arise where the plan cuts them, or where layers are
     `unrolled` and there is one micro-batch; else whole until the end, those of one of several micro-batches in `dtype`.
@@ -131,14 +148,14 @@ def predict(
     of_layers = {path for path in cut if kinds[path].gathering is Gathering.BY_LAYER}
     as_they_arise = of_layers if unrolled and num_micros == 1 else set()
 
-    def held(paths: Iterable[str], dtype: Any, parts: Container[str]) -> int:
+    def held(paths: Iterable[str], dtype: DTypeLike, parts: Container[str]) -> int:
         """Bytes of these parameters in `dtype`; of those in `parts` this device's part, of others the whole."""
         return sum(
             (_bytes(leaves[path].shape, dtype, plan, specs[path]) if path in parts else _whole(path, dtype))
             for path in paths
         )
 
-    def _whole(path: str, dtype: Any) -> int:
+    def _whole(path: str, dtype: DTypeLike) -> int:
         return _whole_bytes(leaves[path], dtype, plan, specs[path])
 
     parts = cut if plan.cuts("grads") else in_place | as_they_arise
@@ -163,13 +180,13 @@ def predict(
 
 
 def _layer_bytes(
-    plan: Any,
-    leaves: Mapping[str, Any],
-    specs: Mapping[str, Any],
+    plan: Plan,
+    leaves: ParamLeaves,
+    specs: Mapping[str, PartitionSpec],
     trained: Container[str],
-    dtype: Any,
+    dtype: DTypeLike,
     *,
-    gradients: Sequence[Any],
+    gradients: Sequence[DTypeLike],
 ) -> int:
     """Bytes of one layer of the largest of these stacks while it runs: its weights, gathered in `dtype`, where the plan
     cuts the copy, and the whole gradients of as many layers as there are types."""
@@ -182,16 +199,16 @@ def _layer_bytes(
     return max(found.values(), default=0)
 
 
-def _whole_bytes(leaf: Any, dtype: Any, plan: Any, spec: PartitionSpec) -> int:
+def _whole_bytes(leaf: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike, plan: Plan, spec: PartitionSpec) -> int:
     """Bytes of an array in `dtype` whose parts on the devices of a strategy are gathered; a tensor group shares it."""
     return _bytes(leaf.shape, dtype, plan, PartitionSpec(*(axis if axis == TENSOR else None for axis in spec)))
 
 
-def _bytes(shape: tuple[int, ...], dtype: Any, plan: Any, spec: PartitionSpec) -> int:
+def _bytes(shape: tuple[int, ...], dtype: DTypeLike, plan: Plan, spec: PartitionSpec) -> int:
     return bytes_per_device(jax.ShapeDtypeStruct(shape, dtype), jax.sharding.NamedSharding(plan.mesh, spec))
 
 
-def _on_host(layout: Any) -> dict[str, int]:
+def _on_host(layout: PlannedState) -> dict[str, int]:
     """Bytes that one device keeps in host memory, by parameter."""
     found = dict.fromkeys(layout.shapes.params, 0)
     for field in ("opt_state", "ema"):
@@ -217,7 +234,7 @@ def require_host(memory: Memory, available: int, offload: str) -> None:
     )
 
 
-def require(memory: Memory, available: int, num_devices: int, experiment: Any) -> None:
+def require(memory: Memory, available: int, num_devices: int, experiment: Experiment) -> None:
     """Raise DoesNotFit, with advice, if the run needs more than `available` bytes on a device, however far its estimate
     is off: what may fit its compiler judges."""
     if memory.least <= available:

@@ -6,12 +6,13 @@ W bytes among n devices sends W (n - 1) / n, an all-reduce twice that. Read next
 
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR
+from openpi_train.parallel.params import ParamLeaves
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.hlo_text import HloArray, HloInstruction, endless, read_hlo, runs
 from openpi_train.planning.jaxprs import SizeOf, bodies, turns
@@ -80,7 +81,7 @@ def collective(instruction: HloInstruction, num_devices: int, times: int = 1) ->
     return Collective(kind, arrays, instruction.groups(num_devices).shape[-1], times)
 
 
-def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micros: int = 1) -> float:
+def formula_bytes(plan: Plan, params: ParamLeaves, itemsize: int, num_micros: int = 1) -> float:
     """Bytes that a step with these trainable parameters (or their shapes) must send under the plan's strategy.
 
     Gradients are of the plan's `reduce_dtype`, gathered parameters `itemsize` bytes wide (ZeRO: Rajbhandari et al.
@@ -92,11 +93,11 @@ def formula_bytes(plan: Plan, params: Mapping[str, Any], itemsize: int, num_micr
 
 def formula_by_axes(
     plan: Plan,
-    params: Mapping[str, Any],
+    params: ParamLeaves,
     itemsize: int,
     num_micros: int = 1,
     at_once: Container[str] = (),
-    fixed: Mapping[str, Any] | None = None,
+    fixed: ParamLeaves | None = None,
 ) -> dict[tuple[str, ...], float]:
     """`formula_bytes` by the mesh axes along which the bytes are sent.
 
@@ -120,11 +121,11 @@ def formula_by_axes(
 
 def bytes_beside(
     plan: Plan,
-    params: Mapping[str, Any],
+    params: ParamLeaves,
     itemsize: int,
     num_micros: int = 1,
     at_once: Container[str] = (),
-    fixed: Mapping[str, Any] | None = None,
+    fixed: ParamLeaves | None = None,
     *,
     unrolled: bool = False,
 ) -> float:
@@ -145,7 +146,7 @@ def bytes_beside(
     return _share(plan.mesh.shape[FSDP]) * sent
 
 
-def _sizes(plan: Plan, leaves: Mapping[str, Any]) -> tuple[float, float]:
+def _sizes(plan: Plan, leaves: ParamLeaves) -> tuple[float, float]:
     """The elements of the parameters that the plan shards, and of the others, of one device of a tensor group."""
     cut = whole = 0.0
     for path, leaf in leaves.items():
@@ -160,7 +161,7 @@ def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:
     return 2 * _share(plan.mesh.shape[TENSOR]) * summed_bytes_per_row * rows
 
 
-def summed_bytes(jaxpr: Any, axis: str, size_of: SizeOf) -> float:
+def summed_bytes(jaxpr: Jaxpr | ClosedJaxpr, axis: str, size_of: SizeOf) -> float:
     """Bytes, by `size_of`, that a traced program sums over the mesh axis `axis`, times the iterations of loops."""
     total = 0.0
     for equation in jaxpr.eqns:
@@ -170,7 +171,7 @@ def summed_bytes(jaxpr: Any, axis: str, size_of: SizeOf) -> float:
     return total
 
 
-def as_asked(found: Sequence[Collective], jaxpr: Any) -> list[Collective]:
+def as_asked(found: Sequence[Collective], jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
     """The collectives in the dtypes of the traced program: XLA for CPUs sends bfloat16 as float32."""
     asked = {(_KIND_OF.get(name), shape) for name, dtype, shape in _asked(jaxpr) if dtype == "bfloat16"}
 
@@ -183,7 +184,7 @@ def as_asked(found: Sequence[Collective], jaxpr: Any) -> list[Collective]:
     return [narrow(one) for one in found]
 
 
-def _asked(jaxpr: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _asked(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, type and shape of every operation's first result, in a jaxpr and all nested ones."""
     for equation in jaxpr.eqns:
         if equation.outvars:

@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from openpi_train.experiment import Experiment
 from openpi_train.former_names import present_config
 from openpi_train.interop.config_json import classes_of, config_from_json
+from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import ModelConfig
 
 
 def experiment_from_json(
-    value: Mapping[str, Any], like: Experiment | None = None, left_out: list[str] | None = None
+    value: Mapping[str, object], like: Experiment | None = None, left_out: list[str] | None = None
 ) -> Experiment:
     """The experiment that `as_json` stored; the classes of `like` are allowed in addition to the package's.
 
@@ -20,7 +20,7 @@ def experiment_from_json(
     return config_from_json(present_config(value), Experiment, "experiment", classes_of(like), left_out)
 
 
-def with_recorded_model(experiment: Experiment, said: Mapping[str, Any] | None) -> Experiment:
+def with_recorded_model(experiment: Experiment, said: JsonObject | None) -> Experiment:
     """`experiment` with the model that a run of the same experiment has recorded in `said`, its flags among it.
 
     The same if nothing is recorded, or another experiment or kind of model. Errors: `experiment_from_json`.

@@ -5,7 +5,7 @@ The optimizer state is not read, and each device reads only the parameters that 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.data.robot.config import Dataset
@@ -22,6 +22,7 @@ from openpi_train.policy.observation import ObservationForm
 from openpi_train.policy.policy import Policy
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.policy.sampler import Sampler
+from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 BATCH_SIZES = (1, 4, 16)
@@ -42,7 +43,7 @@ def load_policy(
     seed: int | None = None,
     tokenizer: str | None = None,
     cut_prompts: bool = False,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[JaxDevice] | None = None,
 ) -> Policy:
     """Load a trained policy: `load_policy(run).infer(observation)["actions"]`.
 

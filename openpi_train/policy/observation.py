@@ -63,7 +63,7 @@ class ObservationForm:
             spec[PROMPT] = {"shape": [], "dtype": "str"}
         return spec
 
-    def row(self, observation: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
+    def row(self, observation: Mapping[str, object]) -> tuple[dict[str, Any], np.ndarray]:
         """The row of an observation in the model's units, not normalised; and the robot's present state [s].
 
         Raises ObservationError, naming the key, what was given, and what is expected.
@@ -75,7 +75,7 @@ class ObservationForm:
         row = self.robot.row(images, state, self._prompt(given) if self.reads_prompt else None)
         return row, state if state.ndim == 1 else state[-1]
 
-    def _find(self, given: Mapping[str, Any], key: str, *others: str) -> Any:
+    def _find(self, given: Mapping[str, object], key: str, *others: str) -> Any:
         for name in (*_names(key), *others):
             if name in given:
                 return given[name]
@@ -86,7 +86,7 @@ class ObservationForm:
             f"the observation lacks {key!r}{hint}. It has {_listing(given)}; expected: {_listing(self.spec())}"
         )
 
-    def _image(self, key: str, value: Any) -> np.ndarray:
+    def _image(self, key: str, value: object) -> np.ndarray:
         image = _numbers(key, value)
         lead = len(self._history)
         if image.ndim == 3 + lead and image.shape[:lead] == self._history and image.size:
@@ -98,7 +98,7 @@ class ObservationForm:
                 return _as_bytes(key, image)
         raise ObservationError(f"{key!r} has the shape {list(image.shape)}; {self._expected('height, width, 3')}")
 
-    def _state(self, given: Mapping[str, Any]) -> np.ndarray:
+    def _state(self, given: Mapping[str, object]) -> np.ndarray:
         width, keys = len(self.robot.state_names), self.robot.state_keys
         whole = next((name for name in (STATE, _PREFIX + STATE) if name in given), None)
         if whole is None and len(keys) > 1 and any(name in given for key in keys for name in _names(key)):
@@ -119,7 +119,7 @@ class ObservationForm:
             raise ObservationError("the state holds NaN or infinity; every number must be finite")
         return state
 
-    def _prompt(self, given: Mapping[str, Any]) -> str:
+    def _prompt(self, given: Mapping[str, object]) -> str:
         if PROMPT not in given and self.prompt is not None:
             return self.prompt
         value = self._find(given, PROMPT)
@@ -146,7 +146,7 @@ class ObservationForm:
         )
 
 
-def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> dict[str, Any]:
+def stack_history(observations: Iterable[Mapping[str, object]], history: int) -> dict[str, Any]:
     """Stack the last `history` observations of an episode, given those so far, oldest first.
 
     At an episode's start its first observation is repeated, as in training.
@@ -160,7 +160,7 @@ def stack_history(observations: Iterable[Mapping[str, Any]], history: int) -> di
     return {key: value if key == PROMPT else np.stack([one[key] for one in steps]) for key, value in steps[-1].items()}
 
 
-def _flat(observation: Mapping[Any, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
+def _flat(observation: Mapping[Any, object], prefix: str = "", depth: int = 1) -> dict[str, Any]:
     """The observation with the keys of nested dictionaries joined by "/". Checks limits early, at little cost."""
     if depth > _MAX_DEPTH:
         raise ObservationError(f"the observation has dictionaries nested more than {_MAX_DEPTH} deep")
@@ -183,7 +183,7 @@ def _names(key: str) -> tuple[str, ...]:
     return key, short, _PREFIX + short
 
 
-def _numbers(key: str, value: Any) -> np.ndarray:
+def _numbers(key: str, value: object) -> np.ndarray:
     """Convert a number, an array, or lists of numbers or of arrays with the same dtype and shape, to one array.
 
     Checks before numpy joins them, since numpy would give each number or text of a list the size of the largest.
@@ -199,7 +199,7 @@ def _numbers(key: str, value: Any) -> np.ndarray:
     )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[Any]:
     """The leaves of nested lists; the value itself if it is not a list."""
     if isinstance(value, list | tuple):
         for one in value:
@@ -208,7 +208,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _kind(leaf: Any) -> object:
+def _kind(leaf: object) -> object:
     """A key that is equal for leaves that numpy joins without making any larger; None for non-numbers."""
     if isinstance(leaf, int | float | np.number):
         return "number"

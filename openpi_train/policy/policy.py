@@ -32,7 +32,7 @@ class Policy:
     checkpoint: str
     _draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
-    def infer(self, observation: Mapping[str, Any], *, draw: int | None = None) -> dict[str, Any]:
+    def infer(self, observation: Mapping[str, object], *, draw: int | None = None) -> dict[str, Any]:
         """The action chunk for one observation.
 
         Args:
@@ -47,7 +47,7 @@ class Policy:
         return self.infer_batch([observation], draws=None if draw is None else [draw])[0]
 
     def infer_batch(
-        self, observations: Sequence[Mapping[str, Any]], *, draws: Sequence[int] | None = None
+        self, observations: Sequence[Mapping[str, object]], *, draws: Sequence[int] | None = None
     ) -> list[dict[str, Any]]:
         """As `infer`, for several observations at once."""
         started = time.perf_counter()
@@ -58,7 +58,7 @@ class Policy:
         elapsed_ms = 1e3 * (time.perf_counter() - started)
         return [{**one, "policy_timing": {"infer_ms": elapsed_ms}} for one in answers]
 
-    def prepare(self, observation: Mapping[str, Any]) -> tuple[Row, np.ndarray]:
+    def prepare(self, observation: Mapping[str, object]) -> tuple[Row, np.ndarray]:
         """The finished row of an observation, and the robot's present state [s]. Raises ObservationError."""
         with np.errstate(over="ignore", invalid="ignore"):  # overflows are refused below
             row, state = self.form.row(observation)

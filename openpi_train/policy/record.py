@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.json_object import JsonObject
 from openpi_train.policy import wire
 from openpi_train.policy.policy import Policy
 from openpi_train.runtime.exits import DataError, UsageError
@@ -43,7 +44,7 @@ class RequestRecorder:
         self._lock = threading.Lock()
         self._write({"format": _FORMAT, **_sampling(policy), "metadata": policy.metadata})
 
-    def write(self, observations: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, observations: Sequence[Mapping[str, object]], answers: Sequence[JsonObject]) -> None:
         """Append one batch as it ran, atomically.
 
         Raises ValueError if it cannot be encoded, OSError if it cannot be written.
@@ -56,7 +57,7 @@ class RequestRecorder:
         """Close the file."""
         self._file.close()
 
-    def _write(self, message: Any) -> None:
+    def _write(self, message: object) -> None:
         data = wire.encode(message)
         with self._lock:
             end = self._file.tell()

@@ -22,6 +22,7 @@ from openpi_train.parallel.params import Params
 from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.experiment_json import experiment_from_json
 from openpi_train.runtime import agree
+from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.device_limits import memory_bytes
 from openpi_train.runtime.exits import UsageError
 
@@ -70,7 +71,7 @@ def restored(
     average: bool,
     dtype: str | None,
     merge_lora: bool,
-    devices: Sequence[Any] | None,
+    devices: Sequence[JaxDevice] | None,
 ) -> tuple[ModelConfig, Params, Plan]:
     """The model to run, its parameters on the devices, and their plan. Arguments: those of `load_policy`.
 
@@ -115,7 +116,7 @@ def _merged(model: ModelConfig, params: Params, plan: Plan, dtype: str | None) -
     return jax.jit(merge, out_shardings=shardings)(params)
 
 
-def _plan(devices: list[Any], leaves: Leaves) -> Plan:
+def _plan(devices: Sequence[JaxDevice], leaves: Leaves) -> Plan:
     """Replicate all parameters if they fit on each device, else shard them over all devices.
 
     If the devices are those of several processes, all of these must call it.

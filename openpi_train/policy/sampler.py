@@ -12,17 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from openpi_train.data.robot.opened import row_spec
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.parallel.devices import Devices
-from openpi_train.parallel.params import Params, merge_module
+from openpi_train.parallel.params import ParamLeaves, Params, merge_module
 from openpi_train.parallel.strategy import Plan
 from openpi_train.sampling.action_sampler import ActionSampler, sample_keys
 from openpi_train.sampling.flow import as_flow, with_guidance
 from openpi_train.sampling.real_time_chunking import Guide
-from openpi_train.types import TOKEN_MASKS, observation
+from openpi_train.types import TOKEN_MASKS, Tree, observation
 
 Row = Mapping[str, Any]
 
@@ -111,7 +112,7 @@ class Sampler:
         """The program for `size` rows with the longest prompt, lowered (a `jax.stages.Lowered`); `params` may be
         shapes with their shardings."""
 
-        def spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        def spec(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((size, *shape), dtype, sharding=self.plan.batch)
 
         columns = {name: spec(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
@@ -148,7 +149,7 @@ class Sampler:
         """The function to compile, of parameters and (observation, draws, and optionally a target with its weights)."""
         graphdef = nnx.split(nnx.eval_shape(lambda: self.model.build(nnx.Rngs(0))))[0]
 
-        def share(params: Any, batch: Any, rest: None) -> Any:
+        def share(params: ParamLeaves, batch: Tree, rest: None) -> Any:
             seen, draws, *towards = batch
             keys = sample_keys(self.seed, draws)
             module = merge_module(graphdef, params)

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flax import nnx
 
@@ -25,6 +25,7 @@ from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.models.language.accompanied import policy_of
 from openpi_train.parallel.devices import Devices
 from openpi_train.policy.restore import open_run, restored
+from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def load_text_model(
     chat_template: str | None = None,
     num_rows: int = 16,
     max_length: int | None = None,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[JaxDevice] | None = None,
 ) -> TextGenerator:
     """Load a language model: `load_text_model(run).complete(...)`.
 

@@ -49,7 +49,7 @@ class WireError(ValueError):
     """Bytes that are not a valid message of this format."""
 
 
-def encode(message: Any) -> bytes:
+def encode(message: object) -> bytes:
     """Encode a message as bytes. Raises TypeError for types that the format does not support."""
     packed = msgpack.packb(message, default=_stand_in)
     assert packed is not None
@@ -159,7 +159,7 @@ class _Reader:
         return found
 
 
-def _stand_in(value: Any) -> Any:
+def _stand_in(value: object) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         if not _TYPES.fullmatch(value.dtype.str):
             raise TypeError(f"arrays of {value.dtype} cannot be sent; send numbers, booleans or text")
@@ -197,7 +197,7 @@ def _dtype(value: dict[Any, Any], allowed: re.Pattern[str] = _TYPES) -> np.dtype
     return np.dtype(name)
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """A short text of a value for an error message, without the unchecked contents of arrays and bytes."""
     if isinstance(value, str):
         return repr(value[:80])

@@ -6,11 +6,11 @@ They come from keys that neither evaluations nor demonstrations use.
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Integer, Key
 
 from openpi_train.data.core import order
@@ -61,8 +61,10 @@ class InitialStates:
 
 
 @jax.jit
-def _keys(seed: Any, stream: Any, first: Integer[Array, " b"], second: Integer[Array, " b"]) -> Key[Array, " b"]:
-    def key(*words: Any) -> Any:
+def _keys(
+    seed: ArrayLike, stream: ArrayLike, first: Integer[Array, " b"], second: Integer[Array, " b"]
+) -> Key[Array, " b"]:
+    def key(*words: jax.Array) -> jax.Array:
         found = jax.random.fold_in(jax.random.key(seed), stream)
         for word in words:
             found = jax.random.fold_in(found, word)

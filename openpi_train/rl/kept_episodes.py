@@ -17,7 +17,8 @@ import numpy as np
 from openpi_train.data.core import image
 from openpi_train.data.core.source import stored_name
 from openpi_train.data.formats.lerobot.lerobot_parts import LeRobotParts
-from openpi_train.envs.env import Env, EnvObservation
+from openpi_train.envs.env import Env, EnvObservation, EnvStates
+from openpi_train.json_object import JsonObject
 from openpi_train.robots.robot import Robot
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import UsageError
@@ -37,7 +38,7 @@ class EpisodeRecorder:
         self._env, self._cameras = env, cameras
         self._steps: dict[int, list[dict[str, Any]]] = {row: [] for row in rows}
 
-    def __call__(self, seen: EnvObservation, actions: np.ndarray, states: Any, was_over: np.ndarray) -> None:
+    def __call__(self, seen: EnvObservation, actions: np.ndarray, states: EnvStates, was_over: np.ndarray) -> None:
         success = np.asarray(self._env.success(states))
         rewards = np.asarray(self._env.reward(states)) if self._env.has_reward else success
         executed = np.asarray(self._env.executed(actions))
@@ -78,7 +79,7 @@ class KeptEpisodes:
         tasks: Sequence[int],
         every: int,
         keep_failed: bool,
-        run: Mapping[str, Any],
+        run: JsonObject,
     ):
         self._env, self._every, self._keep_failed = env, every, keep_failed
         unread = [camera for camera in env.cameras if camera not in features.values()]

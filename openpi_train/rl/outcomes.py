@@ -3,10 +3,9 @@
 Read next: `rollout_feed.py`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
+
+from openpi_train.json_object import JsonObject
 
 # The least outcome of a rollout that achieved it.
 SOLVED = 1.0
@@ -17,7 +16,7 @@ class Outcomes:
     it was passed over since.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None):
+    def __init__(self, saved: JsonObject | None = None):
         self._table: dict[int, list[int]] = {int(prompt_id): list(row) for prompt_id, row in (saved or {}).items()}
 
     def record(self, prompt_ids: np.ndarray, outcomes: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Key
 
@@ -20,7 +21,7 @@ from openpi_train.data.core.placement import local_rows
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.robot.opened import OpenedDatasets
 from openpi_train.envs.double_buffering import SlotTimes, in_slots
-from openpi_train.envs.env import EnvObservation
+from openpi_train.envs.env import EnvObservation, EnvStates
 from openpi_train.envs.rollout import RolloutEpisodes
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.envs.video import picture_of
@@ -210,7 +211,7 @@ class RobotActor(Actor):
         found["row"] = np.broadcast_to(self._lanes[:, None], positions.shape).ravel().astype(np.int32)
         return {_DEMONSTRATIONS + name: one.reshape(*positions.shape, *one.shape[1:]) for name, one in found.items()}
 
-    def demonstrations(self, columns: Mapping[str, Any]) -> Any:
+    def demonstrations(self, columns: Mapping[str, jax.Array]) -> Any:
         found = {
             name.removeprefix(_DEMONSTRATIONS): column
             for name, column in columns.items()
@@ -218,7 +219,7 @@ class RobotActor(Actor):
         }
         return action_batch(found) if found else None
 
-    def traces(self, columns: Mapping[str, Any]) -> Any:
+    def traces(self, columns: Mapping[str, jax.Array]) -> Any:
         return self._distribution.traces(
             observation_of(dict(columns)), kept(columns), columns[EXECUTED], columns["row"]
         )
@@ -262,7 +263,7 @@ class RobotActor(Actor):
         recorder = None if self._kept is None else self._kept.recorder(numbers)
         returns, is_over = np.zeros(len(draws)), np.ones(len(draws), bool)
 
-        def watch(states: Any, done: np.ndarray) -> None:
+        def watch(states: EnvStates, done: np.ndarray) -> None:
             if rl.dense_weight:
                 returns[~is_over] += _finite(np.asarray(self._env.reward(states))[~is_over])
             is_over[:] = done

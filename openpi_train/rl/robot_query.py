@@ -1,8 +1,5 @@
 """What a robot's policy draws at one query of RL. Read next: `robot_actor.py`, `sampling/action_distribution.py`."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from jaxtyping import Array, Key
 
 from openpi_train.evaluation.row_sampling import Draw
@@ -28,6 +25,6 @@ def query(model: PolicyConfig, distribution: ActionDistribution) -> Draw:
     return draw
 
 
-def kept(columns: Mapping[str, Any]) -> Kept:
+def kept(columns: Kept) -> Kept:
     """What is kept of what was drawn, of all these entries."""
     return {name.removeprefix(KEPT): value for name, value in columns.items() if name.startswith(KEPT)}

@@ -6,22 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from openpi_train.data.core.interface import OpenedData
+from openpi_train.data.core.interface import Data, OpenedData
 from openpi_train.data.robot.config import DataConfig
 from openpi_train.envs.env import Env, NoEnv
 from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.fields import at_least, setting
-from openpi_train.models.model_config import PolicyConfig
+from openpi_train.models.model_config import ModelConfig, PolicyConfig
+from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.policy_objective import PolicyObjective, distribution_of
 from openpi_train.rl.rollouts import Actor, RLConfig
 from openpi_train.sampling.action_distribution import ActionDistribution
 from openpi_train.sampling.action_token_distribution import ActionTokenDistribution
 from openpi_train.sampling.denoising_distribution import DenoisingDistribution
 from openpi_train.sampling.flow_distribution import FlowDistribution
-from openpi_train.types import RolloutBatch, tree_of
+from openpi_train.types import RolloutBatch, Tree, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class RobotRL(RLConfig):
     # Keep episodes without success, too.
     keep_failed: bool = setting(True, on_resume="accept")
 
-    def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
+    def check(self, *, objective: Objective, model: ModelConfig, data: Data, batch_size: int) -> list[str]:
         problems = super().check(objective=objective, model=model, data=data, batch_size=batch_size)
         if not isinstance(data, DataConfig) or not isinstance(model, PolicyConfig):
             return [
@@ -150,10 +152,10 @@ class RobotRL(RLConfig):
         distribution, queries = objective.distribution, self.num_queries(model)
         rows = model.rows.batch_spec(batch_size, data.cameras, None if opened is None else opened.text_length)
 
-        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def of(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
-        def several(count: int, tree: Any) -> Any:
+        def several(count: int, tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: of(leaf.dtype, count, *leaf.shape[1:]), tree)
 
         observation, chunk = several(queries, rows.observation), rows.actions.shape[1:]
@@ -169,7 +171,7 @@ class RobotRL(RLConfig):
             **dict.fromkeys(numbers, of(jnp.float32, queries * distribution.num_units)),
         )
 
-    def actor(self, running: EvaluationContext, data: Any) -> Actor:
+    def actor(self, running: EvaluationContext, data: Data) -> Actor:
         from openpi_train.rl.robot_actor import RobotActor  # which imports this module
 
         return RobotActor(self, running)

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,6 +23,11 @@ from openpi_train.data.core import order
 from openpi_train.data.core.feed import differences
 from openpi_train.data.core.interface import Feed
 from openpi_train.data.core.placement import local_rows, on_devices
+from openpi_train.evaluation.measure import TrainerView
+from openpi_train.json_object import JsonObject
+from openpi_train.objectives.policy_objective import PolicyObjective
+from openpi_train.parallel.params import Params
+from openpi_train.parallel.state import TrainState
 from openpi_train.rl.collection import Collection, Collector
 from openpi_train.rl.local_columns import LocalColumns
 from openpi_train.rl.outcomes import Outcomes
@@ -35,16 +40,25 @@ from openpi_train.types import RolloutBatch, tree_of
 logger = logging.getLogger(__name__)
 
 
+class RolloutTrainer(TrainerView, Protocol):
+    """The part of `training.step.Trainer` that a feed uses."""
+
+    @property
+    def grad_accum(self) -> int: ...
+
+
 class RolloutFeed(Feed):
     """Batches of the rollouts that the present parameters make.
 
     Args:
-        trainer: `training.step.Trainer` of the run, whose objective has a `distribution`.
+        trainer: the run's, whose objective is a `PolicyObjective`.
         batch_size: rollouts per optimizer step, of which each process makes arrays of those that its devices hold.
         directory: the run's, where some rollouts are kept to look at; None: nowhere.
     """
 
-    def __init__(self, rl: RLConfig, actor: Actor, trainer: Any, *, batch_size: int, directory: Path | None = None):
+    def __init__(
+        self, rl: RLConfig, actor: Actor, trainer: RolloutTrainer, *, batch_size: int, directory: Path | None = None
+    ):
         self._directory = directory
         self._rl, self._actor, self._trainer = rl, actor, trainer
         self._batch_size, self._sharding = batch_size, trainer.plan.batch
@@ -53,6 +67,7 @@ class RolloutFeed(Feed):
         self._num_batches = rl.num_rollouts // batch_size
         self._collector = Collector(rl, actor)
         objective = trainer.objective
+        assert isinstance(objective, PolicyObjective)
         needed = NeededScores.of(objective, rl, self._num_steps)
         self._needs_scores = needed.any
         self._scores = RecordedScores(trainer.devices, objective.distribution, needed, num_micros=trainer.grad_accum)
@@ -90,7 +105,7 @@ class RolloutFeed(Feed):
             **({} if self._rl.advantages.kl_target is None else {"kl_weight": self._kl_weight}),
         }
 
-    def seek(self, position: dict[str, Any]) -> None:
+    def seek(self, position: JsonObject) -> None:
         if changed := differences(position["data"], self._actor.identity):
             raise ValueError(
                 "the run's rollouts were made at other prompts than this run's, so it cannot go on:\n  "
@@ -117,7 +132,7 @@ class RolloutFeed(Feed):
     def close(self) -> None:
         self._actor.close()
 
-    def _collect(self, state: Any) -> None:
+    def _collect(self, state: TrainState) -> None:
         """Make the rollouts of an iteration, and all that its steps need of them."""
         started = time.monotonic()
         params = {**state.frozen, **state.params}
@@ -182,7 +197,7 @@ class RolloutFeed(Feed):
             self._metrics["rl/kl"] = float(divergences.mean())
         self._kl_weight = self._rl.advantages.next_kl_weight(self._kl_weight, divergences)
 
-    def _recorded(self, params: Any, shape: tuple[int, ...]) -> RolloutLogProbs:
+    def _recorded(self, params: Params, shape: tuple[int, ...]) -> RolloutLogProbs:
         """The scores of all rollouts; zeros if nothing needs them."""
         if not self._needs_scores:
             none = np.zeros(shape, np.float32)

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from openpi_train.objectives.policy_objective import PolicyObjective
-from openpi_train.parallel.params import Params, merge_module
+from openpi_train.parallel.devices import Devices
+from openpi_train.parallel.params import ParamLeaves, Params, merge_module
+from openpi_train.rl.rollouts import RLConfig
 from openpi_train.sampling.distribution import Distribution
+from openpi_train.types import Network, Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class NeededScores:
     with_values: bool
 
     @classmethod
-    def of(cls, objective: PolicyObjective, rl: Any, num_steps: int) -> "NeededScores":
+    def of(cls, objective: PolicyObjective, rl: RLConfig, num_steps: int) -> "NeededScores":
         """Those of an iteration of so many optimizer steps."""
         return cls(
             # What is learnt from in one step is always fresh.
@@ -48,7 +51,7 @@ class NeededScores:
         return self.is_compared or self.with_reference or self.with_values
 
 
-def scores_of(distribution: Distribution, model: Any, traces: Any, needed: NeededScores) -> dict[str, Any]:
+def scores_of(distribution: Distribution, model: Network, traces: Tree, needed: NeededScores) -> dict[str, Any]:
     """The fields of `RolloutLogProbs` of these traces; what is not needed is 0, but for the policy's own."""
     log_probs = distribution.scores(model, traces).log_prob
     none = jnp.zeros_like(log_probs)
@@ -67,19 +70,19 @@ class RecordedScores:
     Args: `devices` is a `training.devices.Devices`.
     """
 
-    def __init__(self, devices: Any, distribution: Distribution, needed: NeededScores, *, num_micros: int):
+    def __init__(self, devices: Devices, distribution: Distribution, needed: NeededScores, *, num_micros: int):
         self._devices = devices
 
-        def of_rows(params: Any, traces: Any, _: None) -> dict[str, Any]:
+        def of_rows(params: ParamLeaves, traces: Tree, _: None) -> dict[str, Any]:
             return scores_of(distribution, merge_module(devices.graphdef, params), traces, needed)
 
-        def score(params: Params, traces: Any) -> Any:
+        def score(params: Params, traces: Tree) -> Any:
             found = devices.rows(of_rows, params, traces, None, num_micros)
             return jax.lax.with_sharding_constraint(found, devices.plan.replicated)
 
         self._score = jax.jit(score)
 
-    def __call__(self, params: Params, batches: list[Any]) -> RolloutLogProbs:
+    def __call__(self, params: Params, batches: list[Tree]) -> RolloutLogProbs:
         """The scores of these batches of traces, joined, on every process. Every process must call it."""
         with jax.set_mesh(self._devices.plan.real_mesh):
             parts = [jax.device_get(self._score(params, traces)) for traces in batches]

@@ -14,16 +14,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
-from openpi_train.data.core.interface import OpenedData
+from openpi_train.data.core.interface import Data, OpenedData
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.parallel.params import Params
 from openpi_train.rl.estimator import AdvantageEstimator
 from openpi_train.rl.local_columns import LocalColumns, joined_columns
+from openpi_train.types import Batch, Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +114,14 @@ class Actor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def traces(self, columns: Mapping[str, Any]) -> Any:
+    def traces(self, columns: Mapping[str, jax.Array]) -> Tree:
         """The traces, as the objective's distribution takes them, of the named entries of rollouts and `row`."""
 
     def metrics(self) -> Mapping[str, float]:
         """What else to log of the last iteration, by the names in `metrics.jsonl`: times only. Default: nothing."""
         return {}
 
-    def demonstrations(self, columns: Mapping[str, Any]) -> Any:
+    def demonstrations(self, columns: Mapping[str, jax.Array]) -> Tree:
         """The demonstrations beside rollouts, `RolloutBatch.demonstrations`, of their named entries; default: none."""
         del columns
         return None
@@ -179,12 +183,12 @@ class RLConfig(abc.ABC):
         """The optimizer steps of an iteration."""
         return self.epochs * self.num_rollouts // batch_size
 
-    def num_prompts(self, data: Any, opened: OpenedData) -> int:
+    def num_prompts(self, data: Data, opened: OpenedData) -> int:
         """The prompts of a pass over the data. Only where `takes_samples`."""
         del data
         return opened.num_samples
 
-    def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
+    def check(self, *, objective: Objective, model: ModelConfig, data: Data, batch_size: int) -> list[str]:
         """Invalid settings, as sentences that name the flag to change."""
         problems = [f"--rl.advantages: {problem}" for problem in self.advantages.check(self.num_rollouts)]
         if self.num_rollouts % batch_size:
@@ -219,14 +223,16 @@ class RLConfig(abc.ABC):
         """Raise UsageError for a package that acting needs and that is not installed (default: none is)."""
 
     @abc.abstractmethod
-    def batch_spec(self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int) -> Any:
+    def batch_spec(
+        self, *, objective: Objective, model: ModelConfig, data: Data, opened: OpenedData | None, batch_size: int
+    ) -> Batch:
         """The batch that the objective takes, as a tree of `jax.ShapeDtypeStruct`; without opened data, the largest."""
 
-    def generation_size(self, model: Any, data: Any) -> GenerationSize | None:
+    def generation_size(self, model: ModelConfig, data: Data) -> GenerationSize | None:
         """The most texts that a device generates at a time for rollouts. Default: none."""
         del model, data
         return None
 
     @abc.abstractmethod
-    def actor(self, running: EvaluationContext, data: Any) -> Actor:
+    def actor(self, running: EvaluationContext, data: Data) -> Actor:
         """Who acts in this run. Raises DataError or UsageError if nothing can be done with its data."""

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from openpi_train.data.text.opened_texts import OpenedText
@@ -110,7 +111,7 @@ class TextActor(Actor):
             parts=rewards.parts,
         )
 
-    def traces(self, columns: Mapping[str, Any]) -> TokenTraces:
+    def traces(self, columns: Mapping[str, jax.Array]) -> TokenTraces:
         texts = batch_of(columns)
         assert isinstance(texts, TextBatch)
         return tree_of(TokenTraces, texts=texts, num_tokens=columns["num_tokens"])

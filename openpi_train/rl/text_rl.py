@@ -5,8 +5,9 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from openpi_train.data.core.interface import OpenedData
+from openpi_train.data.core.interface import Data, OpenedData
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_shapes
 from openpi_train.data.text.text_data import TextData
@@ -16,6 +17,8 @@ from openpi_train.fields import at_least
 from openpi_train.generation.generation_size import GenerationSize
 from openpi_train.generation.sampling_settings import LARGEST_INT32, LEAST_TEMPERATURE, MAX_STOP_IDS
 from openpi_train.models.language.accompanied import policy_of
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.rl.prompt_source import PromptSource
 from openpi_train.rl.rewards.text_reward import TextReward
@@ -53,7 +56,7 @@ class TextRL(RLConfig):
     # Names of variables of the environment that reward functions get, besides those for paths, language and devices.
     reward_environment: tuple[str, ...] = ()
 
-    def check(self, *, objective: Any, model: Any, data: Any, batch_size: int) -> list[str]:
+    def check(self, *, objective: Objective, model: ModelConfig, data: Data, batch_size: int) -> list[str]:
         problems = super().check(objective=objective, model=model, data=data, batch_size=batch_size)
         if not isinstance(data, TextData):
             return [
@@ -107,7 +110,7 @@ class TextRL(RLConfig):
             problems.append(f"--rl.reward-environment {' '.join(odd)}: give names of variables, not values")
         return problems + [problem for number, reward in enumerate(self.rewards) for problem in reward.check(number)]
 
-    def generation_size(self, model: Any, data: Any) -> GenerationSize | None:
+    def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
         found = policy_of(model)
         if found is None:
             return None
@@ -138,13 +141,13 @@ class TextRL(RLConfig):
         return self.prompts(data, opened).num_prompts
 
     def batch_spec(
-        self, *, objective: Any, model: Any, data: Any, opened: OpenedData | None, batch_size: int
+        self, *, objective: Any, model: ModelConfig, data: Any, opened: OpenedData | None, batch_size: int
     ) -> RolloutBatch:
         del objective, model
         length = self.row_length(data, opened)
         texts = batch_shapes(row_spec_of(length, judged=False, references=False), batch_size)
 
-        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def of(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
         units = dict.fromkeys(

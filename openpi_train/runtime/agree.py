@@ -54,7 +54,7 @@ def process_0_first(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator
 
 
 @phases.point()
-def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+def broadcast(name: str, value: object = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
     """Return process 0's `value` on every process; values of the others are ignored.
 
     Each reads this one value, so that process 0 does not see whether the others are at another call; they do. Raises
@@ -68,7 +68,7 @@ def broadcast(name: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 @phases.point()
-def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+def gather(name: str, value: object, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
     """Return the values of all processes, by process index, on every process.
 
     Values are JSON: tuples come back as lists, keys of dictionaries as strings.
@@ -92,7 +92,7 @@ def gather(name: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[
     return _same_call(name, dict(enumerate(everyone)))
 
 
-def tell(name: str, value: Any) -> None:
+def tell(name: str, value: object) -> None:
     """Say `value` under a name of its own, for `heard` on other processes; from any thread, and without waiting."""
     if _place()[1] > 1:
         with _told(name):
@@ -112,7 +112,7 @@ def forget(name: str) -> None:
             _client().key_value_delete(f"{_TOLD}{name}")
 
 
-def _meet(name: str, value: Any, timeout_s: float) -> int:
+def _meet(name: str, value: object, timeout_s: float) -> int:
     """Say `value`, and return the number of this call once all processes have said theirs."""
     global _calls_made
     assert threading.current_thread() is threading.main_thread(), "agreement is for the main thread only"

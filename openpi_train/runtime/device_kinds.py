@@ -6,13 +6,37 @@ Read next: `device_limits.py` (what the local devices report), `planning/links.p
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from openpi_train.runtime.exits import UsageError
 
 GIB = 2**30
 # Rate at which a device reads host memory while writing at the same rate, GB/s: PCIe 4.0 x16, 31.5 nominal.
 HOST_LINK_GB_S = 25
+
+
+@runtime_checkable
+class KnownDevice(Protocol):
+    """What a program is compiled for: a device of jax, one that need not be there, or a `DeviceKind`."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+
+
+@runtime_checkable
+class JaxDevice(KnownDevice, Protocol):
+    """The part of a `jax.Device` that is used; jax does not declare its type."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def local_hardware_id(self) -> int | None: ...
+    def memory_stats(self) -> Mapping[str, int] | None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

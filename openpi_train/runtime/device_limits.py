@@ -2,24 +2,24 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from openpi_train.runtime.device_kinds import kind_of, product_rate
+from openpi_train.runtime.device_kinds import JaxDevice, kind_of, product_rate
 
 # Share of a GPU's memory that jax may use (`runtime/xla.py` sets it).
 CLIENT_SHARE = 0.9
 
 
-def peak_flops(device_kind: str, dtype: Any = jnp.bfloat16) -> float | None:
+def peak_flops(device_kind: str, dtype: DTypeLike = jnp.bfloat16) -> float | None:
     """Peak FLOP/s of one device in products of this type, or None if it is not in the table (such as a CPU)."""
     kind = kind_of(device_kind)
     return kind.peak_flops * product_rate(jnp.dtype(dtype).itemsize) if kind.is_known else None
 
 
-def memory_bytes(device: Any, processes_on_host: int = 1) -> int:
+def memory_bytes(device: JaxDevice, processes_on_host: int = 1) -> int:
     """Bytes that this process may use on one device.
 
     An accelerator reports its limit. CPU devices share the host's available memory (or the cgroup's limit) among
@@ -28,7 +28,7 @@ def memory_bytes(device: Any, processes_on_host: int = 1) -> int:
     return _limit(device) or host_bytes_per_device(processes_on_host)
 
 
-def total_bytes(device: Any, processes_on_host: int = 1) -> int:
+def total_bytes(device: JaxDevice, processes_on_host: int = 1) -> int:
     """`memory_bytes` of an otherwise idle device: a choice that depends on it is the same at every start."""
     return _limit(device) or _host_total_bytes() // (processes_on_host * jax.local_device_count())
 
@@ -38,7 +38,7 @@ def host_bytes_per_device(processes_on_host: int = 1) -> int:
     return host_available_bytes() // (processes_on_host * jax.local_device_count())
 
 
-def _limit(device: Any) -> int:
+def _limit(device: JaxDevice) -> int:
     """The memory limit that an accelerator reports; 0 for a CPU."""
     return int((device.memory_stats() or {}).get("bytes_limit") or 0)
 

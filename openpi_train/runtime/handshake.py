@@ -56,7 +56,7 @@ class Signing:
     nonces: tuple[str, str]
     """Of the process, and of process 0."""
 
-    def say(self, connection: socket.socket, message: Any) -> None:
+    def say(self, connection: socket.socket, message: object) -> None:
         """Send a signed message, any JSON value. Raises OSError if nobody receives it."""
         text = json.dumps(message)
         send_line(connection, {"said": text, "proof": job_token.proof(self.token, self.side, *self.nonces, text)})

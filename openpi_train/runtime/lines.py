@@ -3,10 +3,9 @@
 import json
 import socket
 from collections.abc import Callable
-from typing import Any
 
 
-def send_line(connection: socket.socket, message: Any) -> None:
+def send_line(connection: socket.socket, message: object) -> None:
     """Send one message. Raises OSError if nobody receives it."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from openpi_train.runtime import handshake
 from openpi_train.runtime.exits import PeerLostError, UsageError
@@ -137,7 +136,7 @@ class _Visit:
         connection, _, rest = self._call(handshake.tunnel_request(self._own.process_index), _TUNNEL_S)
         return connection, rest
 
-    def _call(self, said: Any, timeout_s: float) -> tuple[socket.socket, Signing, bytes]:
+    def _call(self, said: object, timeout_s: float) -> tuple[socket.socket, Signing, bytes]:
         """A connection on which both have shown that they know the token and `said` is said, and what has come over it
         already."""
         wait = Wait(timeout_s)
@@ -171,7 +170,7 @@ class _Visit:
                 "running, is the address right, and does the firewall let this port through?"
             ) from error
 
-    def _introduce(self, connection: socket.socket, said: Any) -> tuple[Signing, bytes]:
+    def _introduce(self, connection: socket.socket, said: object) -> tuple[Signing, bytes]:
         """Say it, signed, and return once process 0 has shown that it knows the token, too."""
         deadline = time.monotonic() + _WELCOME_S
 
@@ -258,7 +257,7 @@ def await_verdict(
     raise UsageError(f"another program answers for {where}: use another port")
 
 
-def _is_verdict(said: Any) -> bool:
+def _is_verdict(said: object) -> bool:
     return (
         isinstance(said, dict)
         and said.keys() == {"host", "error", "lost"}

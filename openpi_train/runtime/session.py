@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -49,7 +48,7 @@ _tunnels: Tunnels | None = None
 def start(
     world: World,
     *,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
     devices_per_process: int | None = None,
     timeouts: Timeouts | None = None,
     shared_folder: Path | None = None,
@@ -146,7 +145,7 @@ def software() -> dict[str, str]:
     return {**versions, "version of python": python, "code of openpi_train": code.hexdigest()[:12]}
 
 
-def flat_facts(facts: Mapping[str, Any]) -> dict[str, str]:
+def flat_facts(facts: Mapping[str, object]) -> dict[str, str]:
     """Nested facts as one dictionary of texts: {"a": {"b": 1}} gives {"a.b": "1"}."""
     flat: dict[str, str] = {}
     for name, value in facts.items():

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 _PRESSURE = Path("/proc/pressure")
 
@@ -37,7 +36,7 @@ _own = StepTimes()
 _noting = threading.Lock()
 
 
-def note(**totals: Any) -> None:
+def note(**totals: object) -> None:
     """Record these fields of this process's totals."""
     global _own
     with _noting:  # of several threads

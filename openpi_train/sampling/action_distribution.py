@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from openpi_train.nn.augment import Augmentation, NoAugmentation
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.distribution import Distribution
-from openpi_train.types import Observation
+from openpi_train.types import Network, Observation, Tree
 
 # What is kept of the chunks of some queries, by name; queries on the first axis.
 Kept = Mapping[str, Any]
@@ -37,7 +37,7 @@ class ActionDistribution(Distribution):
 
     @abc.abstractmethod
     def drawn(
-        self, model: Any, observation: Observation, keys: Key[Array, " b"], chunk: tuple[int, int]
+        self, model: Network, observation: Observation, keys: Key[Array, " b"], chunk: tuple[int, int]
     ) -> tuple[Float[Array, "b h a"], Kept]:
         """Normalised chunks of shape (h, a), with one key per row, and what is kept of each, with `LOG_PROBS`."""
 
@@ -57,10 +57,16 @@ class ActionDistribution(Distribution):
         """
 
     @abc.abstractmethod
-    def traces(self, observation: Observation, kept: Kept, is_executed: Any, row: Any) -> Any:
+    def traces(
+        self,
+        observation: Observation,
+        kept: Kept,
+        is_executed: Array | np.ndarray | jax.ShapeDtypeStruct,
+        row: Array | np.ndarray | jax.ShapeDtypeStruct,
+    ) -> Tree:
         """The traces that `scores` takes, of q queries in every row: all leaves but `row` are [b, q, ...]."""
 
-    def values(self, model: Any, traces: Any) -> Float[Array, "b u"]:
+    def values(self, model: Network, traces: Tree) -> Float[Array, "b u"]:
         """Raises UsageError: no critic of robot policies exists."""
         raise UsageError(f"{type(self).__name__} has no critic: give --objective.value-weight 0")
 
@@ -69,6 +75,6 @@ class ActionDistribution(Distribution):
         return self.augmentation(observation, None)
 
 
-def by_query(tree: Any) -> Any:
+def by_query(tree: Tree) -> Tree:
     """Leaves [b, q, ...] as [b * q, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from openpi_train.keys import draw_noise, for_purpose, row_keys
 from openpi_train.nn.augment import Augmentation, NoAugmentation
 from openpi_train.runtime.exits import UsageError
-from openpi_train.types import Observation, pytree
+from openpi_train.types import Network, Observation, Tree, pytree
 
 Actions = Float[Array, "b h a"]
 Draws = Float[Array, "b r h a"]
@@ -37,7 +37,7 @@ class ContextModel(Protocol):
 class FlowModel(ContextModel, Protocol):
     """A module that provides `velocity`."""
 
-    def velocity(self, seen: Any, noisy_actions: Draws, time: Float[Array, "b r"], /) -> Draws:
+    def velocity(self, seen: Tree, noisy_actions: Draws, time: Float[Array, "b r"], /) -> Draws:
         """d x_t / d t at `noisy_actions` = x_t; `time` is 1 at noise and 0 at actions; r draws of each row.
 
         `seen` is a context; or, in training, which calls it once, an observation, so both can be one forward pass. A
@@ -49,7 +49,7 @@ class FlowModel(ContextModel, Protocol):
 class DenoisingModel(ContextModel, Protocol):
     """A module that provides `denoise`."""
 
-    def denoise(self, context: Any, noisy_actions: Draws, step: Float[Array, "b r"], /) -> Draws:
+    def denoise(self, context: Tree, noisy_actions: Draws, step: Float[Array, "b r"], /) -> Draws:
         """The network's prediction for `noisy_actions` at a diffusion step; r draws of each row."""
         ...
 
@@ -81,19 +81,19 @@ class ActionSampler(abc.ABC):
 
     @abc.abstractmethod
     def chain(
-        self, model: Any, observation: Observation, noise: Actions, keys: Keys, num_steps: int, keep: bool = True
+        self, model: Network, observation: Observation, noise: Actions, keys: Keys, num_steps: int, keep: bool = True
     ) -> Chain:
         """The chain from `noise` in `num_steps` denoising steps; without `keep` only its end, as a chain of no steps.
 
         `keys`, one per row, are for samplers that draw more noise at each step.
         """
 
-    def sample(self, model: Any, observation: Observation, noise: Actions, keys: Keys, num_steps: int) -> Actions:
+    def sample(self, model: Network, observation: Observation, noise: Actions, keys: Keys, num_steps: int) -> Actions:
         """Normalised actions: the end of the chain."""
         return self.chain(model, observation, noise, keys, num_steps, keep=False).actions
 
     def chunks(
-        self, model: Any, observation: Observation, keys: Key[Array, " b"], num_steps: int, chunk: tuple[int, ...]
+        self, model: Network, observation: Observation, keys: Key[Array, " b"], num_steps: int, chunk: tuple[int, ...]
     ) -> Actions:
         """As `sample`, for chunks of shape (h, a), with each row's noise drawn from its key."""
         return self.sample(model, observation, draw_noise(keys, *chunk), keys, num_steps)

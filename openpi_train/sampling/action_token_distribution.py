@@ -4,7 +4,7 @@ Read next: `models/pi0_fast/pi0_fast_network.py`.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from openpi_train.nn.vocabulary import TokenScores
 from openpi_train.sampling.action_distribution import LOG_PROBS, ActionDistribution, Kept, by_query
 from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
 from openpi_train.sampling.distribution import UnitScores
-from openpi_train.types import Observation, TokenChunkTraces, tree_of
+from openpi_train.types import Network, Observation, TokenChunkTraces, tree_of
 
 
 class TokenChunkModel(Protocol):
@@ -73,16 +73,22 @@ class ActionTokenDistribution(ActionDistribution):
     def lengths(self, kept: Kept) -> Int[np.ndarray, " b"]:
         return kept["lengths"]
 
-    def sampling_log_probs(self, kept: Kept, is_executed: Any) -> Float[np.ndarray, "b u"]:
+    def sampling_log_probs(self, kept: Kept, is_executed: object) -> Float[np.ndarray, "b u"]:
         del is_executed  # a token says something of all actions
         return kept[LOG_PROBS]
 
-    def traces(self, observation: Observation, kept: Kept, is_executed: Any, row: Any) -> TokenChunkTraces:
+    def traces(
+        self,
+        observation: Observation,
+        kept: Kept,
+        is_executed: object,
+        row: Array | np.ndarray | jax.ShapeDtypeStruct,
+    ) -> TokenChunkTraces:
         del is_executed
         return tree_of(TokenChunkTraces, observation=observation, tokens=kept["tokens"], row=row)
 
     @jax.named_scope("distribution")
-    def scores(self, model: Any, traces: TokenChunkTraces) -> UnitScores:
+    def scores(self, model: Network, traces: TokenChunkTraces) -> UnitScores:
         """The log-probability and the entropy of every token, float32, of all queries in one pass."""
         network: TokenChunkModel = model
         observation, tokens = by_query((traces.observation, traces.tokens))

@@ -5,7 +5,7 @@ Read next: `flow_distribution.py`, `denoising_distribution.py`.
 
 import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from openpi_train.keys import draw_noise, for_purpose
 from openpi_train.sampling.action_distribution import LOG_PROBS, ActionDistribution, Kept, by_query
 from openpi_train.sampling.action_sampler import Chain
 from openpi_train.sampling.distribution import UnitScores
-from openpi_train.types import ChainTraces, Observation, tree_of
+from openpi_train.types import ChainTraces, Network, Observation, Tree, tree_of
 
 Moments = tuple[Float[Array, "b r h a"], Float[Array, "b r"]]
 
@@ -51,13 +51,15 @@ class ChainDistribution(ActionDistribution):
         """What the model calls the time of each denoising step, float32."""
 
     @abc.abstractmethod
-    def moments(self, model: Any, seen: Any, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
+    def moments(self, model: Network, seen: Tree, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
         """Mean and standard deviation of the actions after the denoising step of this number, from those before it.
 
         `seen` is a context of the model or, in training, an observation; r draws of each row.
         """
 
-    def draw(self, model: Any, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"]) -> Chain:
+    def draw(
+        self, model: Network, observation: Observation, noise: Float[Array, "b h a"], keys: Key[Array, " b"]
+    ) -> Chain:
         """The chain from `noise`, with one key per row."""
         context, start = model.context(self.seen(observation)), noise.astype(jnp.float32)
 
@@ -88,11 +90,17 @@ class ChainDistribution(ActionDistribution):
         total = (kept[LOG_PROBS] * is_executed[:, None]).sum(axis=(-2, -1))
         return total / self._divisor(is_executed)[:, None]
 
-    def traces(self, observation: Observation, kept: Kept, is_executed: Any, row: Any) -> ChainTraces:
+    def traces(
+        self,
+        observation: Observation,
+        kept: Kept,
+        is_executed: Array | np.ndarray | jax.ShapeDtypeStruct,
+        row: Array | np.ndarray | jax.ShapeDtypeStruct,
+    ) -> ChainTraces:
         return tree_of(ChainTraces, observation=observation, noisy=kept["noisy"], is_executed=is_executed, row=row)
 
     @jax.named_scope("distribution")
-    def scores(self, model: Any, traces: ChainTraces) -> UnitScores:
+    def scores(self, model: Network, traces: ChainTraces) -> UnitScores:
         """The log-probability of every denoising step, float32, in one pass of the model over all queries.
 
         The entropy is reduced as the log-probability is.
@@ -111,7 +119,7 @@ class ChainDistribution(ActionDistribution):
             entropy=(entropies / divisor).reshape(b, -1),
         )
 
-    def _divisor(self, is_executed: Any) -> Any:
+    def _divisor(self, is_executed: Array | np.ndarray) -> Array | np.ndarray:
         """What sums over a chunk's executed values [b, h, a] are divided by."""
         if self.reduction == "sum":
             return np.ones(1, np.float32)

@@ -14,7 +14,7 @@ from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.chain_distribution import ChainDistribution, Moments
 from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.noise_schedule import NoiseSchedule
-from openpi_train.types import Observation
+from openpi_train.types import Network, Observation, Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class DenoisingDistribution(ChainDistribution):
     def times(self) -> Float[np.ndarray, " steps"]:
         return self.noise_schedule.steps(self.num_steps).astype(np.float32)
 
-    def moments(self, model: Any, seen: Any, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
+    def moments(self, model: Network, seen: Tree, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
         walk = self.noise_schedule.ddpm(self.num_steps)
         table = jnp.asarray(walk.table, jnp.float32)[number]  # b r 8
         context = model.context(seen) if isinstance(seen, Observation) else seen

@@ -7,12 +7,12 @@ starts at 1, too, and its gradient is that of another policy. Read next: `token_
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Array, Float
 
 from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
-from openpi_train.types import pytree
+from openpi_train.types import Network, Tree, pytree
 
 
 @pytree
@@ -49,9 +49,9 @@ class Distribution(abc.ABC):
         return 1
 
     @abc.abstractmethod
-    def scores(self, model: Any, traces: Any) -> UnitScores:
+    def scores(self, model: Network, traces: Tree) -> UnitScores:
         """The probabilities of these traces under a model. Units that no rollout has get any finite numbers."""
 
     @abc.abstractmethod
-    def values(self, model: Any, traces: Any) -> Float[Array, "b u"]:
+    def values(self, model: Network, traces: Tree) -> Float[Array, "b u"]:
         """What the critic in `model` expects before each unit."""

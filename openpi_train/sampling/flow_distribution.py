@@ -1,7 +1,7 @@
 """`FlowDistribution`: chains of a flow with noise at every step, and their log-probabilities. Read next: `flow.py`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.chain_distribution import ChainDistribution, Moments
 from openpi_train.sampling.flow import FlowSampler, flow_times
 from openpi_train.sampling.indicator import check_guidance, conditioned_velocity, velocities_per_draw
+from openpi_train.types import Network, Tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class FlowDistribution(ChainDistribution):
     def times(self) -> Float[np.ndarray, " steps"]:
         return flow_times(self.num_steps)
 
-    def moments(self, model: Any, seen: Any, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
+    def moments(self, model: Network, seen: Tree, noisy: Float[Array, "b r h a"], number: Int[Array, "b r"]) -> Moments:
         time = jnp.asarray(self.times())[number]
         velocity = conditioned_velocity(model, seen, noisy, time, self.guidance)
         return self.mean(noisy, velocity, time), self.std(time)

@@ -6,10 +6,10 @@
 `objectives/indicator_flow.py`, which trains it.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from openpi_train.types import Network, Tree
 
 # What a policy is told of a chunk. `NONE` adds nothing to the network: it is the policy that knows no indicator.
 NONE, BETTER, WORSE = 0, 1, 2
@@ -17,7 +17,7 @@ NUM_TOLD = 2
 
 
 def conditioned_velocity(
-    model: Any, seen: Any, noisy: Float[Array, "b r h a"], time: Float[Array, "b r"], guidance: float | None
+    model: Network, seen: Tree, noisy: Float[Array, "b r h a"], time: Float[Array, "b r"], guidance: float | None
 ) -> Float[Array, "b r h a"]:
     """The model's velocity, guided, float32; with `guidance` None that of a model without indicator.
 

@@ -7,6 +7,7 @@ Song et al. 2021) with diffusion_policy's settings: `variance_type` fixed_small,
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -162,7 +163,13 @@ class SamplerCoefficients:
         eps = row[2] * noisy + row[3] * prediction
         return row[4] * clean + row[5] * noisy + row[6] * eps + row[7] * noise
 
-    def walk(self, predict: Any, start: Float[Array, "b h a"], draw: Any, keep: bool = False) -> Chain:
+    def walk(
+        self,
+        predict: Callable[[Array, Array], Array],
+        start: Float[Array, "b h a"],
+        draw: Callable[[Array], Array],
+        keep: bool = False,
+    ) -> Chain:
         """The chain of all steps from `start`; without `keep` only its end.
 
         `predict(noisy, step)` calls the network, `draw(index)` returns fresh noise.

@@ -4,7 +4,7 @@ Read next: `nn/token_limits.py`.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from openpi_train.fields import at_least
 from openpi_train.nn.token_limits import RowSettings, limited
 from openpi_train.nn.vocabulary import in_chunks
 from openpi_train.sampling.distribution import Distribution, UnitScores
-from openpi_train.types import TokenTraces, tree_of
+from openpi_train.types import Network, TokenTraces, tree_of
 
 # Stands for the logarithm of no probability: its exponential is 0, and 0 times it is 0.
 _NEVER = -1e30
@@ -51,7 +51,7 @@ class TokenDistribution(Distribution):
         return problems
 
     @jax.named_scope("distribution")
-    def scores(self, model: Any, traces: TokenTraces) -> UnitScores:
+    def scores(self, model: Network, traces: TokenTraces) -> UnitScores:
         """The log-probability and the entropy of every token but the first, float32.
 
         A recorded token counts as one that the limits leave, also if they would exclude it after an update: its
@@ -74,7 +74,7 @@ class TokenDistribution(Distribution):
 
         return in_chunks(score, x[:, :-1], texts.tokens[:, 1:])
 
-    def values(self, model: Any, traces: TokenTraces) -> Float[Array, "b u"]:
+    def values(self, model: Network, traces: TokenTraces) -> Float[Array, "b u"]:
         """The value of each token's text up to the token before it."""
         texts = traces.texts
         return model.values(texts.tokens, texts.positions, texts.segments)[:, :-1]

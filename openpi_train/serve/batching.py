@@ -42,7 +42,7 @@ class Batching:
         """Number of requests that are not yet in a batch."""
         return len(self._waiting)
 
-    async def submit(self, request: Any) -> Any:
+    async def submit(self, request: object) -> Any:
         """The answer to the request. Raises Busy at once if the queue is full, and whatever `answer` raises."""
         if len(self._waiting) >= self._max_queue:
             raise Busy(f"busy: {len(self._waiting)} requests are waiting, which is the limit; try again later")
@@ -77,7 +77,7 @@ class Batching:
                 else:
                     future.set_result(answer)
 
-    def _answers(self, requests: Sequence[Any]) -> list[Any]:
+    def _answers(self, requests: Sequence[object]) -> list[Any]:
         """What is answered to each request, or the error that was raised; runs in the device's thread."""
         try:
             answers = list(self._answer(requests))

@@ -28,6 +28,7 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from openpi_train.json_object import JsonObject
 from openpi_train.policy import wire
 from openpi_train.policy.observation import ObservationError
 from openpi_train.policy.record import RequestRecorder
@@ -52,7 +53,7 @@ class Served(Protocol):
         """The metadata sent to clients."""
         ...
 
-    def prepare(self, observation: Mapping[str, Any]) -> Any:
+    def prepare(self, observation: Mapping[str, object]) -> Any:
         """Prepare an observation for the device; called in any thread."""
         ...
 
@@ -71,7 +72,7 @@ class PolicyServer:
         limits: Limits,
         api_key: str | None = None,
         recorder: RequestRecorder | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: JsonObject | None = None,
     ):
         self._policy, self._limits, self._recorder = policy, limits, recorder
         self._key = ApiKey(api_key, "Api-Key")
@@ -225,7 +226,7 @@ class PolicyServer:
             raise wire.WireError(f"a request must be a map of keys to values, not a {type(observation).__name__}")
         return observation, self._policy.prepare(observation)
 
-    def _run_batch(self, asked: Sequence[tuple[Any, Any]]) -> list[tuple[Any, float, int]]:
+    def _run_batch(self, asked: Sequence[tuple[object, object]]) -> list[tuple[Any, float, int]]:
         """The answers, with the seconds until they were on the host; runs in the device's thread."""
         started = time.perf_counter()
         answers = self._policy.answer([prepared for _, prepared in asked])

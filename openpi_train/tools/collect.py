@@ -140,7 +140,7 @@ def _claim(rounds: Path, env: Env, seed: int) -> None:
 
 
 def _rounds(
-    env: Env, tasks: Sequence[int], wanted: int, seed: int, folder: Path, run: Callable[[list[Round]], Iterable[Any]]
+    env: Env, tasks: Sequence[int], wanted: int, seed: int, folder: Path, run: Callable[[list[Round]], Iterable[object]]
 ) -> dict[int, list[Path]]:
     """Run rounds until every task has the wanted demonstrations; returns the files of each task's rounds in order.
 

@@ -34,6 +34,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.robot_actions import check_action_dims, openpis_transforms
 from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.trained_with import check_same_training
+from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
 from openpi_train.runtime.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -53,7 +54,7 @@ _OF_THE_RUN = ("remat", "attention", "path")
 def main(
     request: ConvertRequest,
     experiment: Experiment | None,
-    recorded: Callable[[Mapping[str, Any]], Experiment],
+    recorded: Callable[[JsonObject], Experiment],
 ) -> int:
     """Convert, or only account for every key.
 
@@ -339,7 +340,7 @@ def _norm_stats(request: ConvertRequest, stored: Stored) -> dict[str, Any]:
     return {request.asset_id: next(iter(stored.norm_stats.values()))}
 
 
-def _check_widths(norm_stats: dict[str, Any], experiment: Experiment) -> None:
+def _check_widths(norm_stats: JsonObject, experiment: Experiment) -> None:
     """Raise CheckpointError if norm stats are wider than the model's state or actions."""
     if not norm_stats:
         return

@@ -19,6 +19,7 @@ from openpi_train.command_line import ProcessFlags
 from openpi_train.data.core import cache_folders
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime import agree, logs, session, xla
 from openpi_train.runtime.exits import DONE, USAGE, RunError
 from openpi_train.runtime.world import World, find_world
@@ -121,7 +122,7 @@ class _Report:
     def as_json(self) -> dict[str, Any]:
         return {"who": self._who, "findings": [dataclasses.asdict(finding) for finding in self._findings]}
 
-    def end(self, reports: Sequence[dict[str, Any]]) -> int:
+    def end(self, reports: Sequence[JsonObject]) -> int:
         """Show the remaining `reports` of all processes, and return the exit code."""
         levels = [finding["level"] for report in reports for finding in report["findings"]]
         code = USAGE if "fail" in levels else DONE

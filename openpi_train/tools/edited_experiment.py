@@ -17,6 +17,7 @@ from openpi_train.command_line import RunFlags, parse_fields, parse_known
 from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
+from openpi_train.json_object import JsonObject
 from openpi_train.tools.resume_run import OF_A_START
 from openpi_train.training.run_record import recorded_json
 
@@ -47,7 +48,7 @@ def tell_edits(found: Experiment, typed: Callable[[list[str]], Experiment]) -> N
         _tell(found, as_json(today), edits)
 
 
-def _edits(found: Experiment, today: Experiment, said: Mapping[str, Any], starts: Sequence[Any]) -> list[str]:
+def _edits(found: Experiment, today: Experiment, said: JsonObject, starts: Sequence[Any]) -> list[str]:
     """The fields that a file says otherwise today, by path; those that flags have set are none."""
     value, new = as_json(found), as_json(today)
     by_flags = [name for start in starts for name in start.get("changed", ())]
@@ -61,7 +62,7 @@ def _edits(found: Experiment, today: Experiment, said: Mapping[str, Any], starts
     return list(dict.fromkeys(_field(name) for name in names if name not in inside and _at(new, name) != _HIDDEN))
 
 
-def _tell(found: Experiment, today: Any, edits: Sequence[str]) -> None:
+def _tell(found: Experiment, today: object, edits: Sequence[str]) -> None:
     value = as_json(found)
     lines = []
     for name in edits[:_TOLD]:
@@ -106,7 +107,7 @@ def _starts(run: Path) -> list[Any]:
         return []
 
 
-def _words(start: Mapping[str, Any]) -> list[str]:
+def _words(start: JsonObject) -> list[str]:
     """The command line of a start, without what belongs to that start alone; empty where that is not known.
 
     A run that began with another run's values has no line of its own.
@@ -130,7 +131,7 @@ def _field(name: str) -> str:
     return _field(parent) if last.isdecimal() else name
 
 
-def _at(value: Any, name: str) -> Any:
+def _at(value: object, name: str) -> Any:
     """The value at this path of nested JSON values; None if it has no such path."""
     for part in name.split("."):
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):

@@ -71,7 +71,7 @@ def lines(
         return _svg(figure)
 
 
-def shares(names: Sequence[Any], parts: Mapping[str, Sequence[float]], *, x_label: str = "step") -> str:
+def shares(names: Sequence[object], parts: Mapping[str, Sequence[float]], *, x_label: str = "step") -> str:
     """Stacked areas: the share of each part at every step."""
     import matplotlib as mpl
 

@@ -13,9 +13,10 @@ from openpi_train.data.robot.opened import OpenedDatasets, open_data
 from openpi_train.data.robot.rows import Rows
 from openpi_train.data.robot.transforms import padded
 from openpi_train.data.tokenizers.fast_tokenizer import fit_fast
+from openpi_train.experiment import Experiment
 
 
-def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks: int) -> str:
+def fit(experiment: Experiment, out: Path, *, vocab_size: int, scale: float, max_chunks: int) -> str:
     """Fit to the experiment's training chunks, normalised and padded as its model sees them, and save to `out`.
 
     At most `max_chunks` are used, spread evenly; datasets count by their weights.
@@ -26,7 +27,8 @@ def fit(experiment: Any, out: Path, *, vocab_size: int, scale: float, max_chunks
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; give a new directory with --out")
-    model, config = experiment.policy, experiment.demonstrations
+    model: Any = experiment.policy  # one of those that pad actions to a width
+    config = experiment.demonstrations
     data = open_data(
         config,
         shape=model.rows.window,

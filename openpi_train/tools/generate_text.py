@@ -19,6 +19,7 @@ from openpi_train.data.text.text_files import TextFile, parsed
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.sampling_settings import SamplingSettings
 from openpi_train.generation.text_generator import TextGenerator
+from openpi_train.json_object import JsonObject
 from openpi_train.policy.text_model import load_text_model
 from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import DONE, DataError
@@ -92,7 +93,7 @@ def complete_file(model: TextGenerator, source: Path, target: Path, settings: Sa
 
 def chat(
     model: TextGenerator,
-    system: Sequence[Mapping[str, Any]],
+    system: Sequence[JsonObject],
     settings: SamplingSettings,
     lines: Iterable[str],
     say: Say,
@@ -162,7 +163,7 @@ def _records(source: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield file.place(number), record
 
 
-def _check_writable(record: Mapping[str, Any]) -> None:
+def _check_writable(record: JsonObject) -> None:
     """Raise ValueError if a line of `--out` cannot hold the record and its completions."""
     if _COMPLETIONS in record:
         raise ValueError(f"it has a column `{_COMPLETIONS}`, which --out writes: rename or remove this column")
@@ -176,7 +177,7 @@ def _check_writable(record: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _given(record: Mapping[str, Any]) -> str | list[Mapping[str, Any]]:
+def _given(record: JsonObject) -> str | list[Mapping[str, Any]]:
     """The prompt of a record. Raises ValueError if it has none."""
     found = record.get("prompt", record.get("messages"))
     if isinstance(found, str) and found:
@@ -186,7 +187,7 @@ def _given(record: Mapping[str, Any]) -> str | list[Mapping[str, Any]]:
     raise ValueError("it has no prompt: needed is `prompt`, a text or messages, or `messages`")
 
 
-def _finished(target: Path, records: Sequence[tuple[str, Mapping[str, Any]]], samples: int) -> int:
+def _finished(target: Path, records: Sequence[tuple[str, JsonObject]], samples: int) -> int:
     """How many records are in `target` already. A last line that was cut off is removed.
 
     Raises DataError if another line is not of these records.
@@ -217,7 +218,7 @@ def _finished(target: Path, records: Sequence[tuple[str, Mapping[str, Any]]], sa
     return len(lines)
 
 
-def _holds(line: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+def _holds(line: JsonObject, record: JsonObject) -> bool:
     """Whether the line has all columns of the record, compared as JSON: NaN does not equal itself."""
     own = {name: line[name] for name in record if name in line}
     return json.dumps(own) == json.dumps(dict(record))

@@ -27,6 +27,7 @@ from openpi_train.planning.gpu.targets import GpuTarget
 from openpi_train.policy.sampler import Sampler
 from openpi_train.rl.robot_query import query
 from openpi_train.rl.robot_rl import RobotRL
+from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_distribution import ActionDistribution
@@ -34,6 +35,7 @@ from openpi_train.tools.lowered_generator import LoweredGenerator
 from openpi_train.tools.requests import Program
 from openpi_train.training.settling import Settling
 from openpi_train.training.step import Trainer
+from openpi_train.types import Tree
 
 
 def lowered(
@@ -123,7 +125,9 @@ class Training:
     batch: Any
 
     @classmethod
-    def of(cls, experiment: Experiment, machine: Machine, devices: Sequence[Any], cameras: Sequence[str]) -> "Training":
+    def of(
+        cls, experiment: Experiment, machine: Machine, devices: Sequence[JaxDevice], cameras: Sequence[str]
+    ) -> "Training":
         model: Any = experiment.model
         batch_spec = (lambda rows: model.rows.batch_spec(rows, cameras)) if cameras else None
         prepared = Settling(given=experiment, machine=machine, batch_spec=batch_spec, devices=devices).prepared
@@ -166,7 +170,7 @@ class Training:
         return {**self.state.frozen, **self.state.params}
 
 
-def _sampling(experiment: Experiment, devices: Sequence[Any], cameras: Sequence[str]) -> Any:
+def _sampling(experiment: Experiment, devices: Sequence[JaxDevice], cameras: Sequence[str]) -> Any:
     """What samples action chunks for `--batch-size` observations: float32 parameters, whole on every device."""
     # Attention as it is served (`policy/restore.py`).
     model, data = as_policy(experiment.model.with_compute(attention="auto")), experiment.data
@@ -187,11 +191,11 @@ def _sampling(experiment: Experiment, devices: Sequence[Any], cameras: Sequence[
     return sampler.lower(sampler.sizes[0])
 
 
-def _generator(experiment: Experiment, devices: Sequence[Any]) -> LoweredGenerator:
+def _generator(experiment: Experiment, devices: Sequence[JaxDevice]) -> LoweredGenerator:
     """What completes texts, with as many rows on each device as the run has: of its uses the one with most tokens."""
     plan = Plan(mesh=make_mesh(1, devices, experiment.sharding.tensor_devices), strategy="replicated")
     return LoweredGenerator(max(experiment.generation_sizes(), key=lambda size: size.rows * size.length), plan)
 
 
-def _placed(sharding: Any, shapes: Any) -> Any:
+def _placed(sharding: jax.sharding.Sharding, shapes: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)

@@ -148,7 +148,7 @@ def _written_at(path: Path) -> float:
     return (file if file.is_file() else path / "experiment.json").stat().st_mtime
 
 
-def _or_none(value: Callable[[], Any]) -> Any:
+def _or_none(value: Callable[[], object]) -> Any:
     """The value; None where the run's files lack it."""
     try:
         return value()
@@ -183,7 +183,9 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _print_difference(names: list[str], found: Mapping[str, Mapping[str, tuple[Any, Any]]], as_json: bool) -> None:
+def _print_difference(
+    names: list[str], found: Mapping[str, Mapping[str, tuple[object, object]]], as_json: bool
+) -> None:
     if as_json:
         print(json_text(found), end="")
         return
@@ -202,7 +204,7 @@ def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}" if "__class__" not in field else field.removesuffix(".__class__")
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -3,6 +3,7 @@
 Read next: `generation/generator.py`.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -10,10 +11,11 @@ import numpy as np
 from flax import nnx
 
 from openpi_train.generation.generation_size import GenerationSize, dtype_held
-from openpi_train.generation.generator import Generator
+from openpi_train.generation.generator import Generator, RowProgram
 from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.params import Params, module_params
 from openpi_train.parallel.strategy import Plan
+from openpi_train.types import Tree
 
 
 class LoweredGenerator(Generator):
@@ -51,7 +53,7 @@ class LoweredGenerator(Generator):
             for path, leaf in params.items()
         }
 
-        def placed(sharding: Any, part: Any) -> Any:
+        def placed(sharding: jax.sharding.Sharding, part: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
 
         self._rows = jax.tree.map(placed, self._row_shardings(), jax.eval_shape(self._make_rows))
@@ -59,6 +61,6 @@ class LoweredGenerator(Generator):
     def _on_devices(self, value: np.ndarray) -> Any:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._devices.plan.batch)
 
-    def _call(self, key: Any, function: Any, given: Any) -> None:
+    def _call(self, key: Hashable, function: RowProgram, given: object) -> None:
         with jax.set_mesh(self._devices.plan.real_mesh):
             self._lowered = self._program(key, function).lower(self._params, given, self._rows)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from openpi_train.data.robot.windows import Windows
+from openpi_train.json_object import JsonObject
 from openpi_train.policy.policy import Policy
 
 
@@ -69,7 +70,7 @@ def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> 
     return Predicted(episode, recorded, chunks, {"episode": episode, "count": len(told), **sums})
 
 
-def summary(names: Sequence[str], errors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(names: Sequence[str], errors: Sequence[JsonObject]) -> dict[str, Any]:
     """Per action dim the mean absolute and the root mean squared error, and the latter of the best constant.
 
     `names` end with the units, `errors` are the sums of episodes. They are added in the order of episodes, whichever

@@ -7,7 +7,6 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 # The browser may load nothing from outside the page.
 POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
@@ -32,7 +31,7 @@ pre { background: #f5f6f8; padding: .7rem .9rem; border-radius: 4px; overflow-x:
 """
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Escaped text; numbers with four digits, None as a dash."""
     if value is None:
         return "–"
@@ -41,7 +40,7 @@ def text(value: Any) -> str:
     return html.escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table; columns whose first value is a number are right-aligned."""
     is_number = [bool(rows) and isinstance(value, int | float) for value in (rows[0] if rows else head)]
     kinds = [' class="number"' if one else "" for one in is_number]

@@ -18,6 +18,7 @@ from openpi_train.envs.video import picture_of, side_by_side
 from openpi_train.evaluation.text_evaluations import SAMPLES
 from openpi_train.experiment import Experiment
 from openpi_train.former_names import present_metrics
+from openpi_train.json_object import JsonObject
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -385,7 +386,7 @@ def _samples(path: Path) -> str:
     return shown + (folded(f"{len(more)} more prompts", "".join(map(_prompt, more))) if more else "")
 
 
-def _prompt(line: Mapping[str, Any]) -> str:
+def _prompt(line: JsonObject) -> str:
     """A prompt with its reference and completions."""
     completions: Sequence[Mapping[str, Any]] = line["completions"]
     parts = [note(line["place"]), _block("prompt", line["prompt"]), _block("reference", line["reference"])]

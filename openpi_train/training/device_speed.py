@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from openpi_train.runtime import step_times
+from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.gpu_health import gpu_state
 
@@ -39,7 +39,7 @@ class DeviceSpeed:
     A CPU's speed depends on what else it does, which `StepTimes.stalled_s` tells.
     """
 
-    def __init__(self, devices: Sequence[Any], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, devices: Sequence[JaxDevice], clock: Callable[[], float] = time.monotonic):
         self._devices, self._clock = devices, clock
         self._looked_at, self._looks = -EVERY_S, 0
         self._reading: threading.Thread | None = None
@@ -98,7 +98,7 @@ def timed(products: Callable[[], jax.Array]) -> list[float]:
     return seconds
 
 
-def _compiled(devices: Sequence[Any], length: int) -> Callable[[], jax.Array]:
+def _compiled(devices: Sequence[JaxDevice], length: int) -> Callable[[], jax.Array]:
     """A function that starts `length` products on each device, has run once, and returns a number of each."""
     mesh = Mesh(np.asarray(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
@@ -117,7 +117,7 @@ def _compiled(devices: Sequence[Any], length: int) -> Callable[[], jax.Array]:
     return lambda: compiled(seeds)
 
 
-def _note_state(device: Any) -> None:
+def _note_state(device: JaxDevice) -> None:
     """Note the state of this device for process 0. It is computing the next steps meanwhile."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     place = device.local_hardware_id or 0

@@ -6,7 +6,7 @@ Read next: `step.py`, `checkpoints/checkpoint_store.py`.
 import dataclasses
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from openpi_train.optim import LossScaling
 from openpi_train.parallel.params import Params, module_params
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
-from openpi_train.types import tree_of
+from openpi_train.types import Tree, tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class StateLayout:
 def initial_state(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
-    is_frozen: Any,
+    is_frozen: Callable[[str], bool],
     ema: bool,
-    seed: Any,
+    seed: int | jax.Array,
     loss_scaling: LossScaling | None = None,
 ) -> TrainState:
     """A newly initialised state (traceable). `is_frozen(path)` selects the frozen leaves."""
@@ -76,7 +76,7 @@ def _state_of(
     leaves: Params,
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
-    is_frozen: Any,
+    is_frozen: Callable[[str], bool],
     ema: bool,
     loss_scaling: LossScaling | None,
 ) -> TrainState:
@@ -104,7 +104,7 @@ def rest_of_state(
 def lay_out(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
-    is_frozen: Any,
+    is_frozen: Callable[[str], bool],
     ema: bool,
     plan: Plan,
     loss_scaling: LossScaling | None = None,
@@ -141,7 +141,7 @@ def create_state(
     layout: StateLayout,
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
-    is_frozen: Any,
+    is_frozen: Callable[[str], bool],
     ema: bool,
     seed: int,
     weights: Leaves | None = None,
@@ -200,7 +200,7 @@ def _by_name(state: TrainState) -> dict[str, Any]:
     return {re.sub("^frozen/", "params/", name): leaf for name, (_, leaf) in zip(names, flat, strict=True)}
 
 
-def _run_once(make: Any, shardings: Any, *arguments: Any) -> Any:
+def _run_once(make: Callable[..., Any], shardings: Tree, *arguments: Tree) -> Tree:
     # Runs once, so compile quickly: LLVM's optimizations take eight times as long on the random number code.
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(make, out_shardings=shardings, compiler_options=options)(*arguments)

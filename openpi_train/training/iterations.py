@@ -12,6 +12,7 @@ from typing import Any
 
 from openpi_train.data.core.files import read_json, write_json
 from openpi_train.former_names import present_metrics
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import CheckpointError, reported_as
 
 FILE = "distributed_training_results.json"
@@ -55,7 +56,7 @@ def write_iterations(directory: Path) -> None:
         write_json(directory / FILE, values)
 
 
-def iterations_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def iterations_of(lines: Iterable[JsonObject]) -> list[dict[str, Any]]:
     """An entry per iteration of these lines of a log; None for a number that is not finite.
 
     The numbers of an iteration with several lines are means over them; of several iterations between two lines only the
@@ -68,7 +69,7 @@ def iterations_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_entry(number, own) for number, own in by_iteration.items()]
 
 
-def _entry(number: int, lines: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _entry(number: int, lines: list[JsonObject]) -> dict[str, Any]:
     tasks = [name for name in lines[-1] if name.startswith(_TASKS)]
     # Lines of older versions have no number of rollouts.
     rollouts = lines[-1].get(_ROLLOUTS)
@@ -81,7 +82,7 @@ def _entry(number: int, lines: list[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _mean(lines: list[Mapping[str, Any]], name: str) -> float | None:
+def _mean(lines: list[JsonObject], name: str) -> float | None:
     """The mean of a number over the lines; None if it is not finite in one of them, or unknown."""
     values = [float("nan" if line.get(name) is None else line[name]) for line in lines]
     mean = sum(values) / len(values)

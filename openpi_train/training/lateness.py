@@ -32,7 +32,7 @@ class Lateness:
             self.late_s += self._clock() - self._ended_at
         self._queued += 1
 
-    def dispatched(self, result: Any) -> None:
+    def dispatched(self, result: object) -> None:
         """`result` is ready when the step has ended."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="lateness", daemon=True)

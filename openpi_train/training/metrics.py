@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from openpi_train.checkpoints import fencing
 from openpi_train.data.core.files import lines_from_the_end, lines_of
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import CheckpointError, StorageError, UsageError, reported_as
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.patient_file import PatientFile
@@ -64,7 +65,7 @@ class MetricWriters:
         resume_step: int = 0,
         tensorboard: bool = False,
         wandb_project: str | None = None,
-        wandb_config: Mapping[str, Any] | None = None,
+        wandb_config: JsonObject | None = None,
         epoch_of: Callable[[int], int] | None = None,
         unwritten: Sequence[str] = (),
     ):
@@ -90,7 +91,7 @@ class MetricWriters:
         """Lines that are not in `metrics.jsonl` yet, because the file cannot be written for now."""
         return [] if self._lines is None else list(self._lines.unwritten)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: JsonObject) -> None:
         """Record named numbers (Python, numpy or host-readable jax scalars) of one optimizer step; None means
         unknown. Raises UsageError, and writes nothing, if a newer start owns the run."""
         if self._writers:
@@ -241,7 +242,7 @@ class _PatientFiles:
 class Wandb:
     """A wandb run. Never prompts: without an API key it writes offline files, for `wandb sync`."""
 
-    def __init__(self, directory: pathlib.Path, project: str, config: Mapping[str, Any]):
+    def __init__(self, directory: pathlib.Path, project: str, config: JsonObject):
         wandb = importlib.import_module("wandb")  # an extra that may be absent: no static import
         id_file = directory / "wandb_id.txt"
         if not id_file.exists():
@@ -298,7 +299,7 @@ def json_number(value: float | None) -> float | str | None:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return float(value) if isinstance(value, str) else value
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Jaxpr
 
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LossScaling
@@ -22,6 +23,7 @@ from openpi_train.planning.rollout_cost import RolloutCost
 from openpi_train.training.init import StateLayout, lay_out
 from openpi_train.training.step import Trainer
 from openpi_train.training.traced_rl import rollout_cost
+from openpi_train.types import Batch
 
 # From a number of rows to the batch's shapes, as a tree of `jax.ShapeDtypeStruct`.
 BatchSpec = Callable[[int], Any]
@@ -118,7 +120,7 @@ def policy_costs(
         yield cost(name, traced_gradient(one, state, batch_spec), one.model.compute.dtype)
 
 
-def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> Any:
+def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: BatchSpec | None = None) -> Jaxpr:
     """Loss and gradient of one micro-batch of `ROWS` rows, for `state` or for that of another policy, as one device or
     one tensor group computes them: a jaxpr. Unrolled layers store what gathered ones do, in which XLA keeps no more
     than that of others either."""
@@ -128,7 +130,7 @@ def traced_gradient(experiment: Experiment, state: StateLayout, batch_spec: Batc
     trainer = make_trainer(one, state.of(experiment.model), whole)
     trainer = dataclasses.replace(trainer, use=dataclasses.replace(trainer.use, as_gathered=trainer.use.unrolled))
 
-    def gradient(state: TrainState, batch: Any) -> Any:
+    def gradient(state: TrainState, batch: Batch) -> Any:
         return trainer.accumulate(state, batch, trainer.objective.norms(batch))
 
     return jax.make_jaxpr(gradient)(state.shapes, batch).jaxpr

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from openpi_train.parallel.state import TrainState
 from openpi_train.planning.flops import product_flops
@@ -19,6 +20,7 @@ from openpi_train.runtime import phases
 from openpi_train.training.lateness import Lateness
 from openpi_train.training.step import Metrics, Trainer
 from openpi_train.training.traced_steps import instruction_roles
+from openpi_train.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Program:
     compile_s: float
 
     @classmethod
-    def of(cls, jaxpr: Any, hlo: str, compile_s: float) -> "Program":
+    def of(cls, jaxpr: Jaxpr | ClosedJaxpr, hlo: str, compile_s: float) -> "Program":
         """The figures of a traced and compiled step."""
         return cls(
             model_flops=product_flops(jaxpr, recomputed=False),
@@ -64,13 +66,13 @@ class Programs:
     program called last. `lateness` is told of each step.
     """
 
-    def __init__(self, trainer: Trainer, state_shardings: Any, state: Any):
+    def __init__(self, trainer: Trainer, state_shardings: TrainState, state: TrainState):
         """`state` may be shapes."""
         self.lateness: Lateness | None = None
         self._step_for = functools.partial(trainer.traced_step, state_shardings, state)
         self._steps: dict[Any, tuple[jax.stages.Compiled, Program]] = {}
 
-    def compile(self, batches: Iterable[Any]) -> None:
+    def compile(self, batches: Iterable[Batch]) -> None:
         """Compile the step for those of `batches`, trees of shapes, for which there is none yet. They must be the same
         on all processes."""
         for batch in batches:
@@ -79,14 +81,15 @@ class Programs:
             started = time.perf_counter()
             traced = self._step_for(batch)
             compiled = traced.lower().compile()
-            program = Program.of(traced.jaxpr, compiled.as_text(), time.perf_counter() - started)
+            hlo: Any = compiled.as_text()  # a text, of the backends that train
+            program = Program.of(traced.jaxpr, hlo, time.perf_counter() - started)
             logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
             self._steps[_shapes(batch)] = compiled, program
             phases.progress()
         self.compiled, self.longest = max(self._steps.values(), key=lambda one: one[1].model_flops)
         self.last = self.longest
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step, by the program for this batch's shapes."""
         step, self.last = self._steps[_shapes(batch)]
         if self.lateness is None:
@@ -102,7 +105,7 @@ class Programs:
         return {name: role for text in texts for name, role in instruction_roles(text).items()}
 
 
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
 
 

@@ -4,13 +4,12 @@ Read next: `metrics.py` (the same numbers in files).
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.waiting import duration
 from openpi_train.training.device_memory import fullest_device
 
@@ -47,7 +46,7 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def report(self, values: Mapping[str, Any]) -> str:
+    def report(self, values: JsonObject) -> str:
         """The line for the interval since the last report; shown on process 0.
 
         Args:

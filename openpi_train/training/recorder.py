@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime import step_times
 from openpi_train.runtime.exits import NumbersError
 from openpi_train.training.lateness import Lateness
 from openpi_train.training.program import Program
 from openpi_train.training.time_split import Part, TimeSplit
+from openpi_train.types import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Recorder:
         counted_s: Mapping[Part, Callable[[], float]],
         row_names: Callable[[int], list[str]],
         stop_on_nan: bool,
-        unread: Mapping[str, Any] | None = None,
+        unread: JsonObject | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """`peak_flops` is the sum over all devices, None if unknown.
@@ -65,7 +67,7 @@ class Recorder:
         self._num_steps = 0
         self._last_step_at = 0.0
 
-    def add(self, step: int, metrics: Mapping[str, Any], program: Program | None = None) -> None:
+    def add(self, step: int, metrics: Mapping[str, object], program: Program | None = None) -> None:
         """Record a step's metrics (device arrays) and program. Blocks only while the devices are far behind."""
         self._pending[step] = metrics
         self._programs += [] if program is None else [program]
@@ -159,7 +161,7 @@ class Recorder:
             values = jax.device_get(self._pending)
         self._check(values, count=False)
 
-    def _check(self, values: Mapping[int, Mapping[str, Any]], count: bool = True) -> None:
+    def _check(self, values: Mapping[int, Mapping[str, Tree]], count: bool = True) -> None:
         skipped = {step: metrics for step, metrics in values.items() if metrics["skipped"]}
         if count:
             self.num_skipped += len(skipped)
@@ -182,7 +184,7 @@ class Recorder:
             )
 
 
-def _good(values: Mapping[int, Mapping[str, Any]]) -> list[dict[str, float]]:
+def _good(values: Mapping[int, Mapping[str, Tree]]) -> list[dict[str, float]]:
     """The metrics that enter the means: those of steps whose update was applied."""
     return [
         {name: float(value) for name, value in metrics.items() if name not in _STATES}
@@ -191,6 +193,6 @@ def _good(values: Mapping[int, Mapping[str, Any]]) -> list[dict[str, float]]:
     ]
 
 
-def _tokens(values: Mapping[int, Mapping[str, Any]]) -> float:
+def _tokens(values: Mapping[int, Mapping[str, Tree]]) -> float:
     """The tokens of these steps; 0 of models that have none."""
     return sum(float(metrics.get("tokens", 0.0)) for metrics in values.values())

@@ -12,6 +12,7 @@ from openpi_train.checkpoints.best import Best, lowest_loss
 from openpi_train.data.core.files import read_json, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
+from openpi_train.json_object import JsonObject
 from openpi_train.parallel.mesh import FSDP, TENSOR
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.gpu.run_account import RECORD, in_brief
@@ -28,7 +29,7 @@ def write_results(
     step: int,
     seconds: float,
     last_metrics: Mapping[str, float | None],
-    evaluations: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[JsonObject],
     checkpoints: Sequence[int],
     best: Best | None,
     proportions: Mapping[str, float],

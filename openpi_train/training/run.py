@@ -134,7 +134,7 @@ class Run:
             logger.info("%s", found.line())
             self.metrics.log(step, found.metrics())
 
-    def note(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def note(self, step: int, metrics: Mapping[str, object]) -> None:
         """Record a step's metrics (device arrays), and show progress."""
         self.step = step
         if self._is_careful():

@@ -37,7 +37,7 @@ def recorded_json(run: Path) -> Mapping[str, Any] | None:
     raise CheckpointError(f"{file} cannot be read ({damage}); put a copy back") from damage
 
 
-def _checked(value: Any) -> Mapping[str, Any]:
+def _checked(value: object) -> Mapping[str, Any]:
     """The value with its present names. Raises ValueError if it is of no experiment."""
     if not isinstance(value, Mapping) or value.get("__class__") != Experiment.__name__:
         raise ValueError("it is no record of an experiment")

@@ -29,6 +29,7 @@ from openpi_train.data.core import hub
 from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields, resume_verdict
+from openpi_train.json_object import JsonObject
 from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import CheckpointError, DataError, StorageError, UsageError
@@ -203,7 +204,7 @@ def check_commits() -> None:
                 )
 
 
-def record_start(given: Experiment, measured: Mapping[str, Any]) -> None:
+def record_start(given: Experiment, measured: JsonObject) -> None:
     """Record the experiment and environment of this start in the opened directory. For process 0 only.
 
     `measured` has measurements of this start's devices, as JSON.
@@ -273,7 +274,7 @@ def _open(given: Experiment) -> RunDir:
     return RunDir(path=path, resumed=resumed, replaced=replaced)
 
 
-def _tell_changes(given: Experiment, changes: Mapping[str, tuple[Any, Any]]) -> None:
+def _tell_changes(given: Experiment, changes: Mapping[str, tuple[object, object]]) -> None:
     """Log how a run that goes on differs from what it was."""
     for name, (before, after) in changes.items():
         if name in ("resume", "resume_from", "overwrite"):

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from openpi_train.data.core.feed import rows_of
 from openpi_train.data.core.interface import OpenedData
 from openpi_train.elastic import adapt
 from openpi_train.experiment import Experiment
+from openpi_train.json_object import JsonObject
 from openpi_train.parallel.mesh import make_mesh, planned_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import on_kind
@@ -364,7 +365,7 @@ def batch_specs(experiment: Experiment, data: OpenedData, batch_size: int) -> li
 
 
 def _in_steps(
-    num_epochs: int, experiment: Experiment, data: OpenedData, begun: tuple[int, Mapping[str, Any]] | None = None
+    num_epochs: int, experiment: Experiment, data: OpenedData, begun: tuple[int, JsonObject] | None = None
 ) -> int:
     """The optimizer steps of `num_epochs` passes over the samples, or of RL over its contexts.
 
@@ -381,7 +382,7 @@ def _in_steps(
     return max(steps, each)
 
 
-def _seen(begun: tuple[int, Mapping[str, Any]], at_a_time: int) -> tuple[int, int]:
+def _seen(begun: tuple[int, JsonObject], at_a_time: int) -> tuple[int, int]:
     """The steps before, and the samples or contexts that they took."""
     step, position = begun
     if "iteration" in position:

@@ -24,6 +24,7 @@ from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
+from openpi_train.json_object import JsonObject
 from openpi_train.launch import status
 from openpi_train.parallel.state import TrainState
 from openpi_train.rl.rollout_feed import RolloutFeed
@@ -275,7 +276,7 @@ def running_of(
     )
 
 
-def make_recorder(experiment: Experiment, feed: Feed, unread: Mapping[str, Any] | None) -> Recorder:
+def make_recorder(experiment: Experiment, feed: Feed, unread: JsonObject | None) -> Recorder:
     """The run's recorder, with the devices' peak for `mfu`, and `unread` metrics."""
     peak = peak_flops(jax.devices()[0].device_kind, experiment.model.compute.dtype)
     return Recorder(
@@ -299,7 +300,7 @@ def make_metrics(
     directory: Path,
     feed: Feed,
     state: TrainState,
-    meta: Mapping[str, Any],
+    meta: JsonObject,
     num_samples: int,
 ) -> MetricWriters:
     """The writers that the experiment requests; `num_samples` are those of an epoch."""

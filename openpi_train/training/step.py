@@ -17,13 +17,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.keys import row_keys
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.objectives.objective import Objective
+from openpi_train.objectives.objective import Norms, Objective
 from openpi_train.optim import EmaWarmup, LossScale, LossScaling, learning_rate
 from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.params import Params, ParamUse, merge_module, use_params
 from openpi_train.parallel.state import TrainState
 from openpi_train.parallel.strategy import Plan
 from openpi_train.parallel.update import Update
+from openpi_train.types import Batch
 
 Metrics = dict[str, Float[Array, ""]]
 # openpi's parameter norm excludes these (by published name), and everything with fewer than two dims. The second
@@ -55,15 +56,15 @@ class Trainer:
     ema_warmup: EmaWarmup = dataclasses.field(default_factory=EmaWarmup)
     loss_scaling: LossScaling | None = None
 
-    def compile_step(self, state_shardings: Any, state: Any, batch: Any) -> StepFunction:
+    def compile_step(self, state_shardings: TrainState, state: TrainState, batch: Batch) -> StepFunction:
         """The step, compiled ahead for the shapes of `state` and `batch` (the whole, global one)."""
         return self.traced_step(state_shardings, state, batch).lower().compile()
 
-    def traced_step(self, state_shardings: Any, state: Any, batch: Any) -> Any:
+    def traced_step(self, state_shardings: TrainState, state: TrainState, batch: Batch) -> jax.stages.Traced:
         """The step, traced for these shapes: a `jax.stages.Traced`."""
         return self.jitted_step(state_shardings).trace(state, batch)
 
-    def jitted_step(self, state_shardings: Any) -> Any:
+    def jitted_step(self, state_shardings: TrainState) -> Any:
         """The step as a jitted function. State is donated, and returned with the same shardings."""
         return jax.jit(
             self.step,
@@ -73,7 +74,7 @@ class Trainer:
             compiler_options=_APART if self.use.unrolled and self.plan.mesh.size > 1 else None,
         )
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One update on one optimizer batch. An update with NaN or Inf is not applied; `skipped` is then 1.
 
         `overflow` is 1 if the loss scale handles it.
@@ -95,7 +96,7 @@ class Trainer:
             "skipped": 1.0 - finite,
         }
 
-    def accumulate(self, state: TrainState, batch: Any, norms: Any) -> tuple[Params, Metrics]:
+    def accumulate(self, state: TrainState, batch: Batch, norms: Norms) -> tuple[Params, Metrics]:
         """Gradient and metrics of the whole batch, micro-batch by micro-batch. Shares are summed, never averaged."""
 
         def share(params, micro, rest):
@@ -129,7 +130,7 @@ class Trainer:
         overflow = ~finite & self.loss_scaling.can_yield(state.scale)
         return {"loss_scale": state.scale.value, "overflow": overflow.astype(jnp.float32)}
 
-    def count_metrics(self, batch: Any) -> Metrics:
+    def count_metrics(self, batch: Batch) -> Metrics:
         """The number of tokens in the batch, if the model has tokens."""
         tokens = self.model.num_tokens_seen(batch, self.objective.draws_per_row)
         return {} if tokens is None else {"tokens": tokens.astype(jnp.float32)}

@@ -10,7 +10,8 @@ import jax
 from openpi_train.evaluation.row_sampling import program
 from openpi_train.experiment import Experiment
 from openpi_train.models.model_config import as_policy
-from openpi_train.parallel.params import merge_module
+from openpi_train.objectives.policy_objective import PolicyObjective, distribution_of
+from openpi_train.parallel.params import ParamLeaves, Params, merge_module
 from openpi_train.planning.costs import ROWS, bytes_per_row
 from openpi_train.planning.estimate import peak_bytes
 from openpi_train.planning.flops import product_flops
@@ -21,9 +22,11 @@ from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.rl.rollout_log_probs import NeededScores, scores_of
 from openpi_train.rl.text_rl import TextRL
 from openpi_train.sampling.action_distribution import ActionDistribution
+from openpi_train.training.step import Trainer
+from openpi_train.types import Batch, Observation, Tree
 
 
-def rollout_cost(experiment: Experiment, trainer: Any, params: Any, batch: Any) -> RolloutCost | None:
+def rollout_cost(experiment: Experiment, trainer: Trainer, params: ParamLeaves, batch: Batch) -> RolloutCost | None:
     """What the rollouts of a run cost; None if it makes none, or in a way that is not known.
 
     Args:
@@ -48,9 +51,9 @@ def rollout_cost(experiment: Experiment, trainer: Any, params: Any, batch: Any) 
     return RolloutCost(**common, **_of_texts(rl, experiment))
 
 
-def _of_robots(rl: RobotRL, trainer: Any, params: Any, observation: Any) -> dict[str, Any]:
+def _of_robots(rl: RobotRL, trainer: Trainer, params: ParamLeaves, observation: Observation) -> dict[str, Any]:
     """One query of `ROWS` episodes, as `RowSampling` computes it."""
-    model, distribution = as_policy(trainer.model), trainer.objective.distribution
+    model, distribution = as_policy(trainer.model), distribution_of(trainer.objective)
     assert isinstance(distribution, ActionDistribution)
     seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((ROWS, *leaf.shape[2:]), leaf.dtype), observation)
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), ROWS)))
@@ -85,17 +88,17 @@ def _of_texts(rl: TextRL, experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _scoring_flops(experiment: Experiment, trainer: Any, params: Any, traces: Any) -> float:
+def _scoring_flops(experiment: Experiment, trainer: Trainer, params: ParamLeaves, traces: Tree) -> float:
     """FLOPs of a rollout's scores before it is learnt from."""
-    rl = experiment.rl
-    assert rl is not None
-    needed = NeededScores.of(trainer.objective, rl, rl.steps_per_iteration(experiment.batch_size))
+    rl, objective = experiment.rl, trainer.objective
+    assert rl is not None and isinstance(objective, PolicyObjective)
+    needed = NeededScores.of(objective, rl, rl.steps_per_iteration(experiment.batch_size))
     if not needed.any:
         return 0.0
 
-    def score(params: Any, traces: Any) -> Any:
-        def share(params: Any, rows: Any, _: None) -> Any:
-            return scores_of(trainer.objective.distribution, merge_module(trainer.graphdef, params), rows, needed)
+    def score(params: Params, traces: Tree) -> Any:
+        def share(params: ParamLeaves, rows: Tree, _: None) -> Any:
+            return scores_of(objective.distribution, merge_module(trainer.graphdef, params), rows, needed)
 
         return trainer.devices.rows(share, params, traces, None)
 

@@ -89,7 +89,7 @@ def read_trace(file: Path, roles: Mapping[str, str | None], num_steps: int) -> T
     return traced_steps(jax.profiler.ProfileData.from_file(str(file)).planes, roles, num_steps)
 
 
-def traced_steps(planes: Iterable[Any], roles: Mapping[str, str | None], num_steps: int) -> TracedSteps | None:
+def traced_steps(planes: Iterable[object], roles: Mapping[str, str | None], num_steps: int) -> TracedSteps | None:
     """`read_trace` of a trace's planes."""
     computing: dict[Any, list[Span]] = collections.defaultdict(list)
     communicating: dict[Any, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))

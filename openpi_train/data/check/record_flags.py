@@ -5,9 +5,9 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from openpi_train.data.text.examples import Example, Text
+from openpi_train.json_object import JsonObject
 
 BLANK, NO_ASSISTANT, NO_LAST_ANSWER, DAMAGED, BLANK_PROMPT = 1, 2, 4, 8, 16
 ECHO, BEGINS_WITH_PROMPT, ASSISTANT_FIRST, SAME_ROLE_TWICE, EQUAL_ANSWERS, SPECIAL = 32, 64, 128, 256, 512, 1024
@@ -90,7 +90,7 @@ def flat(text: Text) -> str:
     return text if isinstance(text, str) else "\n".join(content_of(message) for message in text)
 
 
-def content_of(message: Mapping[str, Any]) -> str:
+def content_of(message: JsonObject) -> str:
     """A message's text, that of its parts together."""
     content = message.get("content")
     if isinstance(content, list):
@@ -98,11 +98,11 @@ def content_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _calls(message: Mapping[str, Any]) -> bool:
+def _calls(message: JsonObject) -> bool:
     return bool(message.get("tool_calls") or message.get("function_call"))
 
 
-def _order(messages: Sequence[Mapping[str, Any]]) -> int:
+def _order(messages: Sequence[JsonObject]) -> int:
     """Who speaks first, and whether the user or the assistant speaks twice in a row; calls are no speech."""
     roles = [message.get("role") for message in messages]
     first = next((role for role in roles if role not in ("system", "developer")), None)

@@ -24,6 +24,7 @@ from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.encoded_parts import renamed
 from openpi_train.data.text.examples import COLUMNS, Example, example_of
 from openpi_train.data.text.text_files import TextFile, parsed
+from openpi_train.json_object import JsonObject
 
 # Increase it when a measure changes.
 _VERSION = 3
@@ -227,7 +228,7 @@ def _key(file: TextFile, columns: Mapping[str, str], special: SpecialTokens) -> 
     return hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
-def _joined(parts: Sequence[dict[str, Any]], told: Sequence[dict[str, Any]], names: Sequence[str]) -> RecordMeasures:
+def _joined(parts: Sequence[dict[str, Any]], told: Sequence[JsonObject], names: Sequence[str]) -> RecordMeasures:
     scripts: dict[str, int] = {}
     types: dict[str, str] = {}
     counts: collections.Counter[str] = collections.Counter()

@@ -25,6 +25,7 @@ from openpi_train.data.core.placement import local_rows, on_devices
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.core.tuning import WorkerTuner, usable_cores
 from openpi_train.data.core.workers import LocalBatches, block_stop_signals, start_worker
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.types import action_batch
@@ -59,7 +60,7 @@ class RowFeed(Feed):
         sharding: jax.sharding.Sharding,
         num_workers: int | Literal["auto"] = 0,
         cores: int | None = None,
-        assemble: Callable[[dict[str, jax.Array]], Any] = action_batch,
+        assemble: Callable[[dict[str, jax.Array]], object] = action_batch,
     ):
         self._rows, self._batch_size, self._sharding = rows, batch_size, sharding
         self._assemble = assemble
@@ -83,7 +84,7 @@ class RowFeed(Feed):
         if self.reads_ahead:
             self._ahead = self._ahead or self._transfer.submit(self._load)
 
-    def next(self, state: Any = None) -> Any:
+    def next(self, state: object = None) -> Any:
         """The batch of the next step. All processes must call it the same number of times; it does not communicate.
 
         Raises DataError if the data cannot be read or do not fit the model; the position is then unchanged.
@@ -134,7 +135,7 @@ class RowFeed(Feed):
         self._count(element["skipped"])
         return self._on_devices(element["columns"])
 
-    def first(self, num_rows: int, mask: Callable[[Any, Any], Any]) -> list[Any]:
+    def first(self, num_rows: int, mask: Callable[[Any, Any], object]) -> list[Any]:
         """The first `num_rows` rows, or all if there are fewer, as batches, always the same; the position is unchanged.
 
         `mask(batch, real)` is compiled and returns the batch with the rows masked where `real` [b] is False, which fill
@@ -156,7 +157,7 @@ class RowFeed(Feed):
         seen = {} if rows_before == self._step * self._batch_size else {"rows": rows_before}
         return {"step": self._step, "batch_size": self._batch_size, **seen, "data": self._rows.identity, **files}
 
-    def seek(self, position: dict[str, Any]) -> None:
+    def seek(self, position: JsonObject) -> None:
         changed = differences({"data": position["data"]}, {"data": self._rows.identity})
         if changed:
             raise ValueError(
@@ -264,7 +265,7 @@ class RowFeed(Feed):
             logger.warning("bad record %d, row replaced: %s", self.bad_records, message)
 
 
-def rows_of(position: Mapping[str, Any]) -> int:
+def rows_of(position: JsonObject) -> int:
     """The number of rows that a run has seen at this `position` of its `RowFeed`."""
     return int(position.get("rows", position["step"] * position["batch_size"]))
 
@@ -290,7 +291,7 @@ def _listed(names: Sequence[str]) -> str:
 _LONG = 200
 
 
-def differences(saved: Any, present: Any, path: str = "") -> list[str]:
+def differences(saved: object, present: object, path: str = "") -> list[str]:
     """One line for every entry in which two JSON values differ."""
     if isinstance(saved, dict) and isinstance(present, dict):
         names = sorted({*saved, *present})

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from openpi_train.data.core.damage import raise_if_system
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +90,12 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` as JSON, as `write_text` does. Raises ValueError if it holds NaN or Inf, which JSON lacks."""
     write_text(path, json_text(value))
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """The text that `write_json` writes. Raises ValueError as it does."""
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
@@ -147,7 +148,7 @@ def lines_from_the_end(path: Path, block_bytes: int = 1 << 16) -> Iterator[tuple
             held = held[:cut]
 
 
-def claim(folder: Path, plan: Mapping[str, Any]) -> bool:
+def claim(folder: Path, plan: JsonObject) -> bool:
     """Record in `folder`, which is created, the `plan` (JSON) of what is written there; returns whether it was begun.
 
     Raises ValueError if the folder was begun with another plan.

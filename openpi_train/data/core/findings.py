@@ -8,8 +8,10 @@ that every opening tells them.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Finding:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "Finding":
+    def from_json(cls, stored: JsonObject) -> "Finding":
         """The inverse of `as_json`."""
         return cls(**stored)
 

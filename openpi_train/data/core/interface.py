@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from openpi_train.json_object import JsonObject
+
 if TYPE_CHECKING:
     from jax.sharding import Sharding
 
@@ -102,7 +104,7 @@ class Feed(abc.ABC):
         """The feed's position, as JSON: after `seek` to it, the same batches follow."""
 
     @abc.abstractmethod
-    def seek(self, position: dict[str, Any]) -> None:
+    def seek(self, position: JsonObject) -> None:
         """Go to a `position`. Raises ValueError naming the differences if the position belongs to other data."""
 
     @property

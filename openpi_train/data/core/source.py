@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from openpi_train.data.core.findings import Finding
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class About:
         return {"control_hz": self.control_hz, "dim_names": names, "robot_type": self.robot_type}
 
     @classmethod
-    def from_json(cls, kept: Mapping[str, Any], left_out: Mapping[str, str] | None = None) -> "About":
+    def from_json(cls, kept: JsonObject, left_out: Mapping[str, str] | None = None) -> "About":
         """The inverse of `as_json`."""
         names = {column: tuple(names) for column, names in kept.get("dim_names", {}).items()}
         return cls(kept.get("control_hz"), names, dict(left_out or {}), kept.get("robot_type"))

@@ -23,8 +23,10 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+from numpy.typing import DTypeLike
 
 from openpi_train.data.core import files
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class Tables:
     """
 
     root: Path
-    manifest: dict[str, Any]
+    manifest: JsonObject
     arrays: Mapping[str, np.ndarray]
     prompts: Sequence[str]
 
@@ -56,7 +58,7 @@ class Tables:
         return {name.removeprefix(prefix): array for name, array in self.arrays.items() if name.startswith(prefix)}
 
 
-def write_array(directory: Path, name: str, dtype: Any, shape: tuple[int, ...], chunks: Iterable[Any]) -> None:
+def write_array(directory: Path, name: str, dtype: DTypeLike, shape: tuple[int, ...], chunks: Iterable[Any]) -> None:
     """Write `<name>.npy` of a known shape from consecutive pieces of its first axis.
 
     Uses plain writes and no memory map: on a full disk a write raises, but a store to a mapped page kills the process.
@@ -106,7 +108,7 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def open_tables(root: Path, manifest: dict[str, Any], *, check_crc: bool) -> Tables:
+def open_tables(root: Path, manifest: JsonObject, *, check_crc: bool) -> Tables:
     """Map all arrays that the manifest names.
 
     Raises ValueError naming the file that is missing, has another size, or (with `check_crc`) other bytes.
@@ -172,7 +174,7 @@ def drafted(root: Path) -> Iterator[Path]:
         raise
 
 
-def publish(root: Path, draft: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def publish(root: Path, draft: Path, manifest: JsonObject) -> dict[str, Any]:
     """Put a finished tables directory and then its manifest in place; returns the manifest as later opens read it.
 
     The directory is renamed to the manifest's entry `tables`. Older ones are removed.

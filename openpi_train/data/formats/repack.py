@@ -25,6 +25,7 @@ from openpi_train.data.core.damage import of_record, system_errno
 from openpi_train.data.core.progress import Progress
 from openpi_train.data.core.source import About, Source, SourceConfig
 from openpi_train.data.formats.stored import StoredSource
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def _write_file(source: Source, path: Path, steps: range) -> None:
     os.replace(temporary, path)
 
 
-def _write_tables(source: Source, partial: Path, plan: dict[str, Any], num_files: int) -> None:
+def _write_tables(source: Source, partial: Path, plan: JsonObject, num_files: int) -> None:
     directory = partial / "tables"
     arrays = {name: np.asarray(getattr(source, name)) for name in ("episode_ends", "prompt_index", "episode_ids")}
     tables.write_arrays(directory, arrays | {f"columns/{name}": column for name, column in source.columns.items()})

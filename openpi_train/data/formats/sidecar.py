@@ -19,7 +19,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +30,7 @@ from openpi_train.data.core import cache_folders, findings, tables
 from openpi_train.data.core.image import says_depth
 from openpi_train.data.core.instructions import unlabeled
 from openpi_train.data.core.source import BadRecord, Source, SourceConfig, report_dropped
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Sidecar(abc.ABC):
         """The dataset and the settings that determine the content, as a text; each text has its own index folder."""
 
     @abc.abstractmethod
-    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+    def changed(self, manifest: JsonObject) -> str | None:
         """What has changed since the manifest was written; None if nothing. FileNotFoundError for missing files."""
 
     @abc.abstractmethod
@@ -89,7 +90,7 @@ class Sidecar(abc.ABC):
         """The index's folder."""
         return cache_folders.indexes(self.config.cache_dir) / f"{self.label}-{digest(self.identity)}"
 
-    def tables_of(self, manifest: Mapping[str, Any]) -> Path:
+    def tables_of(self, manifest: JsonObject) -> Path:
         """The folder of a manifest's tables."""
         return self.place / manifest["tables"]
 
@@ -115,11 +116,11 @@ class Sidecar(abc.ABC):
         self.survey()
         return False
 
-    def dropped(self, manifest: Mapping[str, Any]) -> list[tuple[int, str]]:
+    def dropped(self, manifest: JsonObject) -> list[tuple[int, str]]:
         """The episodes that were left out: how many, where and why."""
         return [(entry.get("episodes", 1), self.dropped_line.format_map(entry)) for entry in manifest["dropped"]]
 
-    def require_episodes(self, number: int, dropped: Sequence[Mapping[str, Any]]) -> None:
+    def require_episodes(self, number: int, dropped: Sequence[JsonObject]) -> None:
         """Raise BadRecord if none of the dataset's episodes is readable."""
         if not number:
             why = f"the first: {self.dropped_line.format_map(dropped[0])}" if dropped else "it is empty"
@@ -171,7 +172,7 @@ class Sidecar(abc.ABC):
         manifest["findings"] = [*manifest.get("findings", ()), *self._suspicious(manifest, draft)]
         return tables.publish(self.place, draft, manifest)
 
-    def _suspicious(self, manifest: Mapping[str, Any], draft: Path) -> list[dict[str, Any]]:
+    def _suspicious(self, manifest: JsonObject, draft: Path) -> list[dict[str, Any]]:
         """What the written columns show, found once and told at every opening."""
         # The manifest as a later open will read it.
         as_read = json.loads(json.dumps({**manifest, "tables": draft.name}))

@@ -26,6 +26,7 @@ from openpi_train.data.tokenizers.tokenizer import train_tokenizer
 from openpi_train.envs import tabletop_env
 from openpi_train.envs.tabletop_expert import demonstrate
 from openpi_train.envs.tabletop_scene import DEFAULT_TASKS, Task
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def missing(path: str | Path) -> str | None:
     return written_folder.missing(path, RECIPES)
 
 
-def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: Any) -> PreparedDataset:
+def prepare(directory: str | Path | None = None, *, name: str = NAME, **changes: object) -> PreparedDataset:
     """Write `<directory>/<name>/1.0.0` and `<directory>/<name>/tokenizer.model`, or reuse them if complete.
 
     The same arguments give the same bytes. Anything else at that path is moved aside, never deleted.
@@ -140,7 +141,7 @@ def named_tasks(names: Sequence[str] | None) -> tuple[Task, ...]:
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
-def _write(draft: Path, env: tabletop_env.TabletopEnv, arguments: dict[str, Any]) -> dict[str, Any]:
+def _write(draft: Path, env: tabletop_env.TabletopEnv, arguments: JsonObject) -> dict[str, Any]:
     """Write the dataset and its tokenizer; returns the number of episodes and of steps by split."""
     counts, seed = arguments["episodes"], arguments["seed"]
     num_steps = dict.fromkeys(counts, 0)

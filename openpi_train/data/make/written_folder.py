@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.data.core import cache_folders, files, tables
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime import locks
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def missing(path: str | Path, names: Collection[str]) -> str | None:
     return name if name is not None and name in names and not (cache_folders.datasets() / name).exists() else None
 
 
-def written(root: Path, arguments: Mapping[str, Any], write: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+def written(root: Path, arguments: JsonObject, write: Callable[[Path], Mapping[str, object]]) -> dict[str, Any]:
     """The manifest of the folder `root`, which is written first if it is missing, damaged or of other arguments.
 
     Several processes may call it: one writes, the others wait. Other content of `root` is moved aside, never deleted.
@@ -56,7 +57,7 @@ def digest(path: Path) -> str:
 
 
 def _write_at(
-    root: Path, draft: Path, arguments: Mapping[str, Any], write: Callable[[Path], Mapping[str, Any]]
+    root: Path, draft: Path, arguments: JsonObject, write: Callable[[Path], Mapping[str, object]]
 ) -> dict[str, Any]:
     """Write the files in `draft` and move it to `root` atomically; returns its manifest."""
     started = time.monotonic()
@@ -75,7 +76,7 @@ def _write_at(
     return manifest
 
 
-def _complete(root: Path, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+def _complete(root: Path, arguments: JsonObject) -> dict[str, Any] | None:
     """The manifest at `root`, if it was made with these arguments and every file is unchanged; else None."""
     if not root.exists():
         return None

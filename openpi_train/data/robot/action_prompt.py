@@ -11,7 +11,8 @@ import numpy as np
 
 from openpi_train.data.robot.transforms import padded
 from openpi_train.data.tokenizers.fast_tokenizer import FastTokenizer
-from openpi_train.data.tokenizers.tokenizer import Tokenizer, state_text
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
+from openpi_train.data.tokenizers.tokenizer import state_text
 
 Row = dict[str, Any]
 # pi0_fast: the prompt is lower-cased, and "Action: " is predicted too; pi05: pi0.5's prompt unchanged, then the chunk.
@@ -27,7 +28,7 @@ def vocabulary_token(fast_token: Any, vocab_size: int) -> Any:
     return vocab_size - 1 - SKIPPED_TOKENS - fast_token
 
 
-def check_vocabulary(tokenizer: Tokenizer, fast: FastTokenizer, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: PromptTokenizer, fast: FastTokenizer, vocab_size: int) -> None:
     """Raise ValueError if the ids of FAST tokens overlap those of text tokens."""
     first = vocabulary_token(fast.vocab_size - 1, vocab_size)
     words = 1 + max(tokenizer.encode(_PROBE, bos=True, eos=True))
@@ -51,7 +52,7 @@ class TokenizeActionPrompt:
     are cut.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: PromptTokenizer
     fast: FastTokenizer
     vocab_size: int
     max_len: int

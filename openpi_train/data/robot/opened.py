@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,6 +29,11 @@ from openpi_train.data.robot.tokens import open_tokenizer, token_files, tokens_f
 from openpi_train.data.robot.transforms import Normalize
 from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.data.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+
+    from openpi_train.types import ActionBatch
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +68,9 @@ class OpenedDatasets(OpenedData):
         weights = self.train.mixture.weights.tolist()
         return {f"{number}_{name}": weights[number] for number, name in enumerate(self.train.names)}
 
-    def feed(self, *, batch_size: int, sharding: Any, num_workers: Any, cores: int | None) -> Feed:
+    def feed(
+        self, *, batch_size: int, sharding: "Sharding", num_workers: int | Literal["auto"], cores: int | None
+    ) -> Feed:
         from openpi_train.data.core.feed import RowFeed  # jax: only the main process comes here
 
         return RowFeed(self.train, batch_size=batch_size, sharding=sharding, num_workers=num_workers, cores=cores)
@@ -74,13 +81,13 @@ class OpenedDatasets(OpenedData):
         lengths = self.train.text.lengths if self.train.text else (self.text_length,)
         return [self.model.rows.batch_spec(batch_size, self.cameras, length) for length in lengths]
 
-    def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+    def held_out(self, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
         if self.validation is None:
             logger.warning("no episode is held out: there will be no held-out loss (--data.validation-fraction)")
             return []
         return _first_batches(self.validation, num_rows, batch_size, sharding)
 
-    def training_rows(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+    def training_rows(self, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
         """The first rows of the training split, as `held_out` returns those of the held-out one."""
         return _first_batches(self.train, num_rows, batch_size, sharding)
 
@@ -88,7 +95,7 @@ class OpenedDatasets(OpenedData):
         return {asset: norm_stats_json(stats) for asset, stats in self.norm_stats.items()}
 
 
-def _first_batches(rows: Rows, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+def _first_batches(rows: Rows, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
     from openpi_train.data.core.feed import RowFeed  # jax: only the main process comes here
     from openpi_train.types import mask_rows
 
@@ -139,7 +146,7 @@ def open_data(
     shape: WindowShape,
     seed: int,
     transforms: Sequence[RowTransform],
-    batch_spec: Callable[[int, Sequence[str]], Any],
+    batch_spec: "Callable[[int, Sequence[str]], ActionBatch]",
     normalization: Form,
     assets_dir: str | Path,
     windows: Sequence[Windows] | None = None,
@@ -299,7 +306,7 @@ def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
     return [(text, len(window.robot.state_names)) for window in (*windows, *parts) for text in window.prompts]
 
 
-def row_spec(spec: Any) -> RowSpec:
+def row_spec(spec: "ActionBatch") -> RowSpec:
     """Shape and dtype of each entry of a row, from a model's batch spec: without the leading axis."""
     from openpi_train.types import flatten_rows  # jax: only the main process comes here
 

@@ -16,6 +16,7 @@ from openpi_train.data.core.mixture import Mixture
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.core.text_lengths import TextLengths
 from openpi_train.data.robot.windows import Windows
+from openpi_train.json_object import JsonObject
 
 Row = dict[str, Any]
 RowTransform = Callable[[Row], Row]
@@ -41,7 +42,7 @@ class Rows(RowSource):
         spec: RowSpec,
         seed: int,
         on_bad_record: Literal["error", "skip"] = "error",
-        identity: Mapping[str, Any] | None = None,
+        identity: JsonObject | None = None,
     ):
         self.windows, self.names, self.transforms = tuple(windows), tuple(names), tuple(map(tuple, transforms))
         self.mixture = Mixture([len(window) for window in windows], weights, seed)

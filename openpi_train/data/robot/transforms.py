@@ -10,7 +10,7 @@ import numpy as np
 
 from openpi_train.data.robot.normalize import Form, Stats, normalize, unnormalize
 from openpi_train.data.robot.resize import resize_into_corner, resize_with_pad
-from openpi_train.data.tokenizers.tokenizer import Tokenizer
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 
 Row = dict[str, Any]
 
@@ -100,7 +100,7 @@ class TokenizePrompt:
     A `length` below `max_len` omits padding that no prompt of the run needs; raises ValueError if one does.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: PromptTokenizer
     max_len: int
     discrete_state: bool = False
     length: int | None = None

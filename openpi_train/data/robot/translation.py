@@ -5,7 +5,6 @@ The steps and their order are the same as in training (`rows.py`), without actio
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ class Translation:
         by_slot = {slot: np.asarray(images[feature]) for slot, feature in self.robot.cameras.items()}
         return self.finish(self.robot.row(by_slot, np.asarray(state, np.float32), prompt))
 
-    def finish(self, row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def finish(self, row: Mapping[str, object]) -> dict[str, np.ndarray]:
         """The model's row from a row in the robot's own units; cameras of other robots are masked.
 
         Raises ValueError if the row does not fit the model.

@@ -228,7 +228,7 @@ def _compiled(source: str, name: str, today: datetime.date) -> Any:
     def strftime_now(form: str) -> str:
         return datetime.datetime.combine(today, datetime.time()).strftime(form)
 
-    def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    def to_json(value: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         # jinja's own filter escapes characters of HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from openpi_train.data.core import files
 from openpi_train.data.core.source import BadRecord
@@ -23,6 +24,7 @@ from openpi_train.data.text.examples import COLUMNS, Example, example_of
 from openpi_train.data.text.message_content import text_of
 from openpi_train.data.text.text_encoder import EncodedText, TextEncoder, UnfitSettingsError
 from openpi_train.data.text.text_files import TextFile, entry_of, parsed
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class EncodedParts:
             for line, raw in file.records(columns):
                 yield file_number, line, raw
 
-    def _write(self, path: Path, records: Sequence[tuple[int, int, Any]], known: tuple[str, str] | None) -> None:
+    def _write(self, path: Path, records: Sequence[tuple[int, int, object]], known: tuple[str, str] | None) -> None:
         columns: dict[str, list[Any]] = {name: [] for name in (*OF_TOKENS, *OF_TEXTS, *OF_SAMPLES)}
         bad: list[str] = []
         endless: list[str] = []
@@ -124,7 +126,7 @@ class EncodedParts:
         arrays["told"] = np.array(json.dumps(told))
         files.write_npz(path, arrays)
 
-    def _encoded(self, raw: Any) -> tuple[Example | None, list[EncodedText] | ValueError]:
+    def _encoded(self, raw: object) -> tuple[Example | None, list[EncodedText] | ValueError]:
         """The example in a record and its tokens, or what is wrong with either."""
         try:
             example = example_of(renamed(parsed(raw), self.columns))
@@ -159,7 +161,7 @@ def _first(path: Path) -> tuple[str, str] | None:
     return (told["type"], told["place"]) if told["type"] else None
 
 
-def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def renamed(record: JsonObject, columns: Mapping[str, str]) -> Mapping[str, Any]:
     """The record with the columns of the types; without `columns`, as it is."""
     if not columns:
         return record
@@ -197,7 +199,7 @@ def _of_sample(example: Example, file_number: int, line: int) -> dict[str, Any]:
     }
 
 
-def joined(pieces: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+def joined(pieces: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
     """The pieces, one after the other, as an array of this type."""
     return np.concatenate([np.empty(0, dtype), *pieces]).astype(dtype)
 

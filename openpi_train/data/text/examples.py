@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from openpi_train.data.text.message_content import text_of, with_calls
+from openpi_train.json_object import JsonObject
 
 Kind = Literal["prompt only", "language modelling", "prompt/completion", "preference", "unpaired preference"]
 Conversation = list[dict[str, Any]]
@@ -68,7 +69,7 @@ class Example:
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def example_of(record: Mapping[str, Any]) -> Example:
+def example_of(record: JsonObject) -> Example:
     """The example in a record; entries that are None count as absent. Raises ValueError, saying what is wrong."""
     given = {name: value for name, value in record.items() if value is not None}
     told: dict[str, Any] = {"variables": _variables(given)}
@@ -103,7 +104,7 @@ def example_of(record: Mapping[str, Any]) -> Example:
     )
 
 
-def _preference(given: Mapping[str, Any], told: dict[str, Any]) -> Example:
+def _preference(given: JsonObject, told: dict[str, Any]) -> Example:
     is_talk = not isinstance(given.get("prompt", ""), str)
     *_, chosen, rejected = _texts(given, *(["prompt"] if is_talk else []), "chosen", "rejected")
     told["margin"] = _number(given, "margin") or 0.0
@@ -150,7 +151,7 @@ def _type(kind: Kind, text: Text) -> ExampleType:
     return ExampleType(kind, not isinstance(text, str))
 
 
-def _texts(given: Mapping[str, Any], *names: str) -> list[Any]:
+def _texts(given: JsonObject, *names: str) -> list[Any]:
     """The texts of these columns: all strings, or all conversations. A string after a conversation is its answer."""
     found = [value if isinstance(value := given[name], str) else _conversation(name, value) for name in names]
     if names[0] == "prompt" and not isinstance(found[0], str):
@@ -162,7 +163,7 @@ def _texts(given: Mapping[str, Any], *names: str) -> list[Any]:
     return found
 
 
-def _conversation(name: str, value: Any) -> Conversation:
+def _conversation(name: str, value: object) -> Conversation:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError(f"{name} is {_what(value)}; allowed: a string, or a list of messages")
     for number, message in enumerate(value):
@@ -194,7 +195,7 @@ def _require_content(name: str, text: Text) -> None:
         raise ValueError(f"{name} is empty: there is nothing to learn from it")
 
 
-def _variables(given: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(given: JsonObject) -> dict[str, Any]:
     extra = given.get("chat_template_kwargs", {})
     if not isinstance(extra, Mapping):
         raise ValueError(f"chat_template_kwargs is {_what(extra)}; needed is an object")
@@ -204,7 +205,7 @@ def _variables(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"tools": _tools(found["tools"])} if "tools" in found else {})
 
 
-def _tools(given: Any) -> Any:
+def _tools(given: object) -> Any:
     """A list of objects, or JSON of one: tables whose columns have one type hold it as a string (TRL)."""
     needed = "needed is a list of objects, or JSON of such a list"
     tools = given
@@ -220,18 +221,18 @@ def _tools(given: Any) -> Any:
     return tools
 
 
-def _label(value: Any) -> bool:
+def _label(value: object) -> bool:
     if value not in (True, False):
         raise ValueError(f"label is {value!r}; needed is true (desirable) or false, or no column label")
     return bool(value)
 
 
-def _reference(given: Mapping[str, Any], *names: str) -> tuple[float, ...] | None:
+def _reference(given: JsonObject, *names: str) -> tuple[float, ...] | None:
     found = [_number(given, name) for name in names]
     return None if None in found else tuple(value for value in found if value is not None)
 
 
-def _number(given: Mapping[str, Any], name: str) -> float | None:
+def _number(given: JsonObject, name: str) -> float | None:
     value = given.get(name)
     if value is None:
         return None
@@ -240,7 +241,7 @@ def _number(given: Mapping[str, Any], name: str) -> float | None:
     return float(value)
 
 
-def _what(value: Any) -> str:
+def _what(value: object) -> str:
     names = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number", bool: "a boolean"}
     if value is None:
         return "absent"

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from openpi_train.json_object import JsonObject
+
 Message = Mapping[str, Any]
 # What renders messages; it raises ValueError where the template fails.
 Render = Callable[[list[dict[str, Any]]], str]
@@ -24,7 +26,7 @@ _WRITTEN_AS_IS = re.compile(rf"""['"]text['"]\s*:\s*['"]{_ONE}""")
 _FUNCTION_CALL = re.compile(r"\bfunction_call\b")
 
 
-def text_parts(content: Sequence[Any], name: str = "content") -> list[str]:
+def text_parts(content: Sequence[object], name: str = "content") -> list[str]:
     """The texts of a content that is a list of parts. Raises ValueError, naming `name`, for a part that is no text."""
     found = []
     for number, part in enumerate(content):
@@ -73,7 +75,7 @@ def with_calls(message: Message) -> dict[str, Any]:
     return found | ({"tool_calls": [_call(one, f"tool_calls[{at}]") for at, one in enumerate(calls)]} if calls else {})
 
 
-def _call(call: Any, name: str) -> dict[str, Any]:
+def _call(call: object, name: str) -> dict[str, Any]:
     """A tool call, with `function` or, as templates also take it, without."""
     if not isinstance(call, Mapping):
         raise ValueError(f"{name} is {call!r:.60}; needed is an object with function")
@@ -82,7 +84,7 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     return {**call, "function": _function(call["function"], f"{name}.function")}
 
 
-def _function(function: Any, name: str) -> dict[str, Any]:
+def _function(function: object, name: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{name} is {function!r:.60}; needed is an object with name and arguments")
     needed = "an object, or JSON of one"
@@ -162,7 +164,7 @@ class MessageForm:
 def _write_arguments(message: dict[str, Any]) -> None:
     """Replace the arguments of all calls of a message from `with_calls` by JSON."""
 
-    def written(function: Mapping[str, Any]) -> dict[str, Any]:
+    def written(function: JsonObject) -> dict[str, Any]:
         return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
     if message.get("tool_calls"):
@@ -174,7 +176,7 @@ def _write_arguments(message: dict[str, Any]) -> None:
         message["function_call"] = written(message["function_call"])
 
 
-def _writes(render: Render, role: str, content: Any) -> bool:
+def _writes(render: Render, role: str, content: object) -> bool:
     """Whether the template writes all texts of a content, and not as Python or JSON spell a list of parts."""
     message = {"role": role, "content": content}
     before = {"user": [], "system": [], "developer": []}.get(role, [{"role": "user", "content": "q"}])
@@ -186,7 +188,7 @@ def _writes(render: Render, role: str, content: Any) -> bool:
     return _ONE in text and _TWO in text and not _WRITTEN_AS_IS.search(text)
 
 
-def _writes_call(render: Render, arguments: Any, entries: Mapping[str, Any]) -> bool:
+def _writes_call(render: Render, arguments: object, entries: JsonObject) -> bool:
     """Whether the template writes the arguments of a tool call, in a message with these entries, as JSON."""
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
     try:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from openpi_train.data.text.token_cache import TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.tokenizers.text_tokenizer import FOLDER, TextTokenizer, load_text_tokenizer
 from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,9 @@ class OpenedText(OpenedData):
     def row_shapes(self) -> dict[str, list[int]]:
         return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
 
-    def feed(self, *, batch_size: int, sharding: Any, num_workers: Any, cores: int | None) -> Feed:
+    def feed(
+        self, *, batch_size: int, sharding: "Sharding", num_workers: int | Literal["auto"], cores: int | None
+    ) -> Feed:
         from openpi_train.data.core.feed import RowFeed  # jax: only the main process comes here
         from openpi_train.data.text.text_batches import batch_of
 
@@ -77,7 +82,7 @@ class OpenedText(OpenedData):
         lengths = self.train.text.lengths if self.train.text else (self.text_length,)
         return [batch_shapes(self.train.spec_of(length), batch_size) for length in lengths]
 
-    def held_out(self, num_rows: int, batch_size: int, sharding: Any) -> list[Any]:
+    def held_out(self, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
         from openpi_train.data.core.feed import RowFeed
         from openpi_train.data.text.text_batches import batch_of, mask_texts
 
@@ -173,7 +178,7 @@ def is_ready(config: TextData) -> bool:
     return all(store.is_ready() for store in stores)
 
 
-def examine_texts(config: TextData, model: Any) -> list[str]:
+def examine_texts(config: TextData, model: object) -> list[str]:
     """Raise what `open_texts` would, as far as the files' names and the tokenizer show; say what is not looked at.
 
     Nothing is written, and the hub is not asked. Raises DataError or UsageError, for all of them.

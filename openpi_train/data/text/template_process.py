@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection
-from typing import Any
 
 from openpi_train.runtime.exits import DataError
 
@@ -40,7 +39,7 @@ class TemplateProcess:
         self._connection: Connection | None = None
         self._owner = 0
 
-    def ask(self, *question: Any) -> tuple[str, str]:
+    def ask(self, *question: object) -> tuple[str, str]:
         """What `chat_template.answer` says to the question: its kind and text. Raises DataError beyond a limit."""
         with self._lock:
             if self._connection is None or self._owner != os.getpid():  # of a parent that has forked
@@ -84,7 +83,7 @@ class TemplateProcess:
         self._connection, self._owner = Connection(ours.detach()), os.getpid()
 
 
-def _told(question: tuple[Any, ...]) -> str:
+def _told(question: tuple[object, ...]) -> str:
     return f"the chat template {question[1]}"
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from openpi_train.data.core.interface import RowSpec
 from openpi_train.types import PreferenceBatch, TextBatch, tree_of
 
 
-def batch_of(columns: Mapping[str, Any]) -> TextBatch | PreferenceBatch:
+def batch_of(columns: Mapping[str, object]) -> TextBatch | PreferenceBatch:
     """The batch of the named entries of rows, arrays or shapes; preferences if they have a margin."""
     names = ("tokens", "segments", "positions", "weights", "row")
     texts = tree_of(TextBatch, **{name: columns[name] for name in names})

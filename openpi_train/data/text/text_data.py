@@ -135,7 +135,7 @@ class TextData(Data):
             return []
         return [f"objective {name} is trained on --data.kind {' or '.join(text_kinds)}, not on {self.kind}"]
 
-    def examine(self, model: Any) -> list[str]:
+    def examine(self, model: object) -> list[str]:
         from openpi_train.data.text.opened_texts import examine_texts  # which imports this module
 
         return examine_texts(self, model)
@@ -146,7 +146,7 @@ class TextData(Data):
         del request
         return is_ready(self)
 
-    def batch_spec(self, model: Any, batch_size: int) -> Any:
+    def batch_spec(self, model: object, batch_size: int) -> Any:
         del model
         from openpi_train.data.text.text_batches import batch_shapes  # jax: only the main process comes here
 

@@ -21,6 +21,7 @@ from openpi_train.data.core.hub import SCHEME, hub_folder
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.json_array import entries_of_array
 from openpi_train.data.text.split_files import data_files, of_split, read_once
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
@@ -167,7 +168,7 @@ def parsed(raw: Any) -> Mapping[str, Any]:
     return record
 
 
-def entry_of(record: Mapping[str, Any], column: str) -> Any:
+def entry_of(record: JsonObject, column: str) -> Any:
     """A column of a record, or an entry of an object in one: `reward_model.ground_truth`.
 
     Raises ValueError, naming what there is, if there is none.
@@ -222,7 +223,7 @@ def names_a_path(text: str) -> bool:
     return "/" in text or text.endswith(ENDINGS)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """A column's value without null entries of objects in it.
 
     All objects of a column of a table have the entries that one of them has, such as the arguments of all tools.

@@ -17,6 +17,7 @@ from openpi_train.data.core.mixture import Mixture
 from openpi_train.data.core.text_lengths import TextLengths
 from openpi_train.data.text.packing import pack
 from openpi_train.data.text.token_store import TokenStore
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class TextRows(RowSource):
         seed: int,
         judged: bool = False,
         references: bool = False,
-        identity: Mapping[str, Any] | None = None,
+        identity: JsonObject | None = None,
     ):
         self.members = tuple(members)
         self.mixture = Mixture([len(member) for member in members], [member.weight for member in members], seed)

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -116,7 +116,7 @@ class TokenCache:
             logger.warning("the tokens %s are damaged (%r): encoding again", self.place, error)
         return None
 
-    def _changed(self, sources: Sequence[Sequence[Any]]) -> str | None:
+    def _changed(self, sources: Sequence[Sequence[object]]) -> str | None:
         """The first file whose content is another one than when it was encoded."""
         for file, (_, size, mtime_ns, sha256) in zip(self.files, sources, strict=True):
             stat = file.path.stat()

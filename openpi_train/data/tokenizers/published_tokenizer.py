@@ -6,7 +6,7 @@ Read next: `text_tokenizer.py`, which reads the files, and `tokenizer.py` for Se
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class PublishedTokenizer(Tokenizer):
         end = [self.words.eos] if eos and self.words.eos is not None else []
         return [*(self.words.begin if bos else ()), *self.words.encode([text])[0].tokens, *end]
 
-    def decode(self, tokens: Iterable[Any]) -> str:
+    def decode(self, tokens: Iterable[SupportsInt]) -> str:
         return self.words.decode(tokens, skip_special_tokens=True)
 
     def prompt_tokens(self, text: str, state: np.ndarray | None = None) -> list[int]:

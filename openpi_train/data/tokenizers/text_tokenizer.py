@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 import tokenizers
 
@@ -164,7 +164,7 @@ class TextTokenizer:
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [Pieces(one.ids, one.offsets) for one in found]
 
-    def decode(self, tokens: Iterable[Any], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, tokens: Iterable[SupportsInt], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 

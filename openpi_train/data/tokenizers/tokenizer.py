@@ -10,7 +10,7 @@ import io
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import sentencepiece
@@ -80,7 +80,7 @@ class Tokenizer:
         """The tokens of a text, unchanged."""
         return self._processor.encode(text, add_bos=bos, add_eos=eos)
 
-    def decode(self, tokens: Iterable[Any]) -> str:
+    def decode(self, tokens: Iterable[SupportsInt]) -> str:
         """The text of tokens, without special tokens."""
         return self._processor.decode([int(token) for token in tokens])
 

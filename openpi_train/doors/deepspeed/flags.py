@@ -16,6 +16,7 @@ from typing import Any
 from openpi_train.doors import guide_files
 from openpi_train.doors.config_file import ConfigFile, Flag
 from openpi_train.doors.deepspeed.unmapped import UNMAPPED
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def translate(config: Mapping[str, Any], num_devices: int | None = None) -> DeepSpeedFlags:
+def translate(config: JsonObject, num_devices: int | None = None) -> DeepSpeedFlags:
     """Translate a DeepSpeed config to flags.
 
     Args: `num_devices` is the number of devices, None if unknown.

@@ -36,6 +36,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import native_format
 from openpi_train.interop.checkpoint_tokenizer import on_disk
 from openpi_train.interop.place import Place
+from openpi_train.json_object import JsonObject
 from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.models.language.accompanied import policy_of
 from openpi_train.models.language.actor_critic import ActorCriticConfig
@@ -195,7 +196,7 @@ def _can_read(translated: TranslatedConfig) -> bool:
     return all(any(record.get(name) is not None for name in needed) for record in records)
 
 
-def _algorithm(request: PosttrainRequest, config: Mapping[str, Any]) -> Algorithm:
+def _algorithm(request: PosttrainRequest, config: JsonObject) -> Algorithm:
     training = config.get("training", {})
     said = training.get("algorithm") if isinstance(training, Mapping) else None
     name = request.algorithm or said or config.get("algorithm")

@@ -4,12 +4,13 @@ Read next: `text_sources.py`.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.data.text.text_files import entry_of
 from openpi_train.doors.posttraining.text_sources import TextSource
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 # Columns of prompts, and of what completions may be compared with.
@@ -34,7 +35,7 @@ def prompt_datasets(sources: Sequence[TextSource]) -> tuple[Literal["texts", "pr
     return "texts" if has_references else "prompts", tuple(datasets)
 
 
-def _prompt(path: str, record: Mapping[str, Any]) -> str:
+def _prompt(path: str, record: JsonObject) -> str:
     for name in PROMPTS:
         if record.get(name) is not None:
             return name
@@ -44,7 +45,7 @@ def _prompt(path: str, record: Mapping[str, Any]) -> str:
     )
 
 
-def _reference(record: Mapping[str, Any], prompt: str) -> str | None:
+def _reference(record: JsonObject, prompt: str) -> str | None:
     """The first column that could be one: a text, or a conversation beside a conversation."""
     for name in _REFERENCES:
         with contextlib.suppress(ValueError):

@@ -115,7 +115,7 @@ def _top_k(file: YamlConfig, key: str) -> int | None:
     return 0 if file.number(key) == -1 else file.whole(key)  # other tools have -1 for all tokens
 
 
-def _generated(file: YamlConfig, flag: str, read: Callable[..., Any], *names: str) -> Any:
+def _generated(file: YamlConfig, flag: str, read: Callable[..., object], *names: str) -> Any:
     """Record a setting of completions, which the section `generation` has for all that are made."""
     own, general = file.own(*names), tuple(f"generation.{name}" for name in names)
     value = file.agreed(read, *own)

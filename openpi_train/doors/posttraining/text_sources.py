@@ -13,6 +13,7 @@ from openpi_train.data.text.text_files import find_files, names_a_path, parsed
 from openpi_train.doors import guide_files
 from openpi_train.doors.config_file import contradiction
 from openpi_train.doors.posttraining.yaml_config import Algorithm, YamlConfig
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 # The datasets that each algorithm reads, the first that the file has.
@@ -101,7 +102,7 @@ def text_sources(file: YamlConfig) -> tuple[TextSource, ...]:
     )
 
 
-def _weights(file: YamlConfig, entries: Sequence[Mapping[str, Any]]) -> Sequence[float | None]:
+def _weights(file: YamlConfig, entries: Sequence[JsonObject]) -> Sequence[float | None]:
     """Shares of the rows by the strategy of merging; None: by the number of records."""
     key = "data.merge_config.strategy"
     mixing = file.word(key, _MIXING) or _BY_SIZE
@@ -203,7 +204,7 @@ def _check_merging(file: YamlConfig, section: str, num_files: int) -> None:
         )
 
 
-def _columns(record: Mapping[str, Any]) -> tuple[str, ...]:
+def _columns(record: JsonObject) -> tuple[str, ...]:
     """The columns to read of a file with this first record; none if they have the names of their types."""
     given = [name for name in (*COLUMNS, *_OTHER_NAMES) if record.get(name) is not None]
     renamed = [name for name in given if name in _OTHER_NAMES and _OTHER_NAMES[name] not in given]

@@ -6,9 +6,7 @@ them. Absent keys keep the values of `posttrain.py`.
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.own_checkpoint import own_checkpoint
@@ -18,6 +16,7 @@ from openpi_train.doors.posttraining.reward_keys import rewards_of
 from openpi_train.doors.posttraining.rl_flags import rl_flags
 from openpi_train.doors.posttraining.text_sources import NoSourcesError, TextSource, text_sources
 from openpi_train.doors.posttraining.yaml_config import Algorithm, YamlConfig
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32"}
@@ -66,7 +65,7 @@ class TranslatedConfig(Translated):
 
 
 def translate_config(
-    config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any] | None = None, name: str | None = None
+    config: JsonObject, algorithm: Algorithm, given: JsonObject | None = None, name: str | None = None
 ) -> TranslatedConfig:
     """Translate a YAML config for an algorithm.
 

@@ -1,10 +1,11 @@
 """The keys of a YAML config of the PyTorch post-training tool, for one algorithm. Read next: `training_flags.py`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from openpi_train.doors.posttraining.without_flag import WITHOUT_FLAG
 from openpi_train.doors.yaml_file import YamlFile
+from openpi_train.json_object import JsonObject
 
 Algorithm = Literal["sft", "rm", "dpo", "ppo", "grpo"]
 # The algorithms that learn from a policy's own completions.
@@ -22,7 +23,7 @@ SECTIONS: Mapping[Algorithm, tuple[str, ...]] = {
 class YamlConfig(YamlFile):
     """The keys of a YAML config, for one algorithm. Args and errors are those of `YamlFile`."""
 
-    def __init__(self, config: Mapping[str, Any], algorithm: Algorithm, given: Mapping[str, Any]):
+    def __init__(self, config: JsonObject, algorithm: Algorithm, given: JsonObject):
         super().__init__(config, WITHOUT_FLAG, "the tool", given)
         self.algorithm: Algorithm = algorithm
         # The optimizer steps of an iteration of RL, within which nothing is saved.

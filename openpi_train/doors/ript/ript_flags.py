@@ -7,13 +7,12 @@ the values of `ript.py`, the counts of an iteration those of the trainer, which 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.ript.without_ript_flag import WITHOUT_RIPT_FLAG
 from openpi_train.doors.torch_optimizer import translate_optimizer
 from openpi_train.doors.yaml_file import YamlFile
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 # Rollouts of a group, groups of a device, passes over an iteration's rollouts, iterations, and those between saves.
@@ -65,9 +64,7 @@ class TranslatedRipt(Translated):
     env: str | None
 
 
-def translate_ript(
-    config: Mapping[str, Any], given: Mapping[str, Any] | None = None, name: str | None = None
-) -> TranslatedRipt:
+def translate_ript(config: JsonObject, given: JsonObject | None = None, name: str | None = None) -> TranslatedRipt:
     """Translate a YAML config.
 
     Args: `given` are values by key that replace the file's; `name` is the run's if it has none.

@@ -6,9 +6,7 @@ Its commands' options that replace keys, or stand beside them, are read as keys,
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from openpi_train.doors.config_file import Translated, contradiction
 from openpi_train.doors.own_checkpoint import own_checkpoint, split_checkpoint
@@ -16,6 +14,7 @@ from openpi_train.doors.posttraining.model_keys import address_of
 from openpi_train.doors.torch_optimizer import translate_betas, translate_optimizer
 from openpi_train.doors.vla.without_vla_flag import WITHOUT_VLA_FLAG
 from openpi_train.doors.yaml_file import YamlFile
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
 
 # The experiment's name, and so the folder of its runs.
@@ -69,7 +68,7 @@ class TranslatedVla(Translated):
     entity: str | None
 
 
-def translate_vla(config: Mapping[str, Any], given: Mapping[str, Any] | None = None, name: str = "") -> TranslatedVla:
+def translate_vla(config: JsonObject, given: JsonObject | None = None, name: str = "") -> TranslatedVla:
     """Translate a YAML config.
 
     Args: `given` are values by key that replace the file's, and the options of the trainer's commands; `name` is the

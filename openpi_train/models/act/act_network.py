@@ -6,12 +6,14 @@ connections (`pre_norm` False). Read next: `act.py`, which configures and builds
 `objectives/conditional_vae.py`, which trains it.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from openpi_train.nn.dropout import RowKeys, dropped, numbered
@@ -36,7 +38,7 @@ _LONGEST_PERIOD = 10_000.0
 class PackedAttention(nnx.Module):
     """Multi-head attention with one projection for queries, keys and values, as in torch's `MultiheadAttention`."""
 
-    def __init__(self, config: "ActConfig", init: Any, *, rngs: nnx.Rngs):
+    def __init__(self, config: "ActConfig", init: Callable[..., Array], *, rngs: nnx.Rngs):
         self.num_heads, self.dropout = config.n_heads, config.dropout
         width, dtype = config.dim_model, config.compute.dtype
         self.project = nnx.Linear(width, 3 * width, kernel_init=_XAVIER, dtype=dtype, rngs=rngs)
@@ -93,7 +95,7 @@ class TorchLayerNorm(nnx.Module):
 class ActEncoderLayer(nnx.Module):
     """Attention among the tokens, then an MLP; a norm after each skip connection."""
 
-    def __init__(self, config: "ActConfig", init: Any = _XAVIER, *, rngs: nnx.Rngs):
+    def __init__(self, config: "ActConfig", init: Callable[..., Array] = _XAVIER, *, rngs: nnx.Rngs):
         self.dropout = config.dropout
         self.attention = PackedAttention(config, init, rngs=rngs)
         self.mlp = FeedForward(config, init, rngs=rngs)
@@ -144,7 +146,7 @@ class Act(nnx.Module):
         self.config = config
         width, dtype = config.dim_model, config.compute.dtype
 
-        def linear(inputs: int, outputs: int, dtype: Any = dtype) -> nnx.Linear:
+        def linear(inputs: int, outputs: int, dtype: DTypeLike = dtype) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, kernel_init=TORCH_INIT, dtype=dtype, rngs=rngs)
 
         def table(rows: int) -> nnx.Param:

@@ -34,6 +34,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, in_memory
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
 from openpi_train.interop.trained_with import Settings
+from openpi_train.json_object import JsonObject
 from openpi_train.models.act.act import ActConfig
 from openpi_train.models.act.act_network import sine_table
 from openpi_train.nn.resnet import BLOCKS
@@ -127,7 +128,7 @@ def layout(name: str, shape: tuple[int, ...]) -> TensorLayout:
     return lay_out_tensors(*_TABLE[name], shape)
 
 
-def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str) -> None:
+def check(config: JsonObject, model: ActConfig, stats: Leaves, where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
     problems = differences(config, model, _FIXED, _EQUAL, "ACT")
     problems += _check_features(config, model) + image_problems(model, stats)
@@ -140,7 +141,7 @@ def check(config: Mapping[str, Any], model: ActConfig, stats: Leaves, where: str
         logger.info("%s acts with temporal ensembling: eval --ensemble %s --execute 1 does the same", where, rate)
 
 
-def _check_features(config: Mapping[str, Any], model: ActConfig) -> list[str]:
+def _check_features(config: JsonObject, model: ActConfig) -> list[str]:
     """What of inputs and outputs is not the model's."""
     inputs, problems = config["input_features"], []
     cameras = {name.removeprefix(CAMERA): entry for name, entry in inputs.items() if entry["type"] == "VISUAL"}
@@ -159,7 +160,7 @@ def _check_features(config: Mapping[str, Any], model: ActConfig) -> list[str]:
     return problems
 
 
-def read(folder: Place, config: Mapping[str, Any], model: ActConfig) -> ReadPolicy:
+def read(folder: Place, config: JsonObject, model: ActConfig) -> ReadPolicy:
     """The parameters and norm stats of a policy's folder.
 
     Raises CheckpointError if the policy does not fit the model, or a tensor is missing, unknown, or of another shape.

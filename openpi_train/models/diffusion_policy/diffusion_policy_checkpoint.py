@@ -34,6 +34,7 @@ from openpi_train.interop.trained_with import (
     schedule_of,
     settings_of,
 )
+from openpi_train.json_object import JsonObject
 from openpi_train.models.act.act import IMAGENET_MEAN, IMAGENET_STD
 from openpi_train.models.act.lerobot_act import backbone_layout
 from openpi_train.models.diffusion_policy.denoiser_tensors import (
@@ -125,14 +126,14 @@ def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     )
 
 
-def _relative_poses(config: Any) -> dict[str, str]:
+def _relative_poses(config: object) -> dict[str, str]:
     """What UMI's copy of the trainer says of poses (`task.pose_repr`) that are not absolute."""
     task = config.get("task") if isinstance(config, Mapping) else None
     said = task.get("pose_repr") if isinstance(task, Mapping) else None
     return {name: str(value) for name, value in said.items() if value != "abs"} if isinstance(said, Mapping) else {}
 
 
-def _inputs(found: Leaves, policy: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+def _inputs(found: Leaves, policy: JsonObject | None) -> tuple[list[str], list[str]]:
     """The names of its cameras and of its states, each in the order in which the policy joins them."""
     if policy and isinstance(policy.get("shape_meta"), Mapping):
         kinds = {name: entry.get("type", "low_dim") for name, entry in policy["shape_meta"]["obs"].items()}
@@ -144,7 +145,7 @@ def _inputs(found: Leaves, policy: Mapping[str, Any] | None) -> tuple[list[str],
     return cameras, sorted(str(name) for name, kind in kinds.items() if kind == "low_dim")
 
 
-def _check(policy: Mapping[str, Any] | None, model: DiffusionPolicyConfig, cameras: Sequence[str], where: str) -> None:
+def _check(policy: JsonObject | None, model: DiffusionPolicyConfig, cameras: Sequence[str], where: str) -> None:
     """Raise CheckpointError with all that the policy's config has otherwise than the model."""
     problems = [
         f"diffusion_policy's have it otherwise: give {flag_of(f'model.{field}', value)}"
@@ -171,7 +172,7 @@ def _check(policy: Mapping[str, Any] | None, model: DiffusionPolicyConfig, camer
         raise CheckpointError("\n".join([f"{where} does not fit the model:", *(f"  {text}" for text in problems)]))
 
 
-def _trained_with(policy: Mapping[str, Any]) -> dict[str, Any]:
+def _trained_with(policy: JsonObject) -> dict[str, Any]:
     """The fields of an experiment that the policy's config says, by dotted name."""
     scheduler, encoder = policy.get("noise_scheduler") or {}, policy.get("obs_encoder") or {}
     # Without random_crop its encoder cuts nothing, by a mistake in its code.
@@ -234,7 +235,7 @@ def _same_order(model: DiffusionPolicyConfig) -> np.ndarray:
     return condition_order(model, sorted(model.cameras), state_first=False)
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -294,7 +295,7 @@ def _normalizer(stored: Stored, cameras: Sequence[str], form: Form) -> dict[str,
     }
 
 
-def config_of(model: DiffusionPolicyConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(model: DiffusionPolicyConfig, settings: JsonObject) -> dict[str, Any]:
     """The config of the trainer's `TrainDiffusionUnetImageWorkspace`, as far as building the policy needs it.
 
     Raises UsageError if it has no such policy.

@@ -44,6 +44,7 @@ from openpi_train.interop.trained_with import (
     Settings,
     schedule_of,
 )
+from openpi_train.json_object import JsonObject
 from openpi_train.models.act.lerobot_act import STEPS, backbone_layout
 from openpi_train.models.diffusion_policy.denoiser_tensors import (
     DENOISER,
@@ -101,7 +102,7 @@ def _in_sequence(found: re.Match[str]) -> str:
     return {"conv1": "0", "bn1": "1"}.get(part) or str(int(part.removeprefix("layer")) + 3)
 
 
-def read(folder: Place, config: Mapping[str, Any], model: DiffusionPolicyConfig) -> ReadPolicy:
+def read(folder: Place, config: JsonObject, model: DiffusionPolicyConfig) -> ReadPolicy:
     """The parameters and norm stats of a policy's folder, and how it was trained.
 
     Raises CheckpointError if the policy does not fit the model, or a tensor is missing, unknown, or of another shape.
@@ -120,7 +121,7 @@ def read(folder: Place, config: Mapping[str, Any], model: DiffusionPolicyConfig)
     return ReadPolicy(params=params, stats=stats, trained_with=trained_with)
 
 
-def _check(config: Mapping[str, Any], model: DiffusionPolicyConfig, stats: Leaves, where: str) -> list[str]:
+def _check(config: JsonObject, model: DiffusionPolicyConfig, stats: Leaves, where: str) -> list[str]:
     """The model's cameras in the policy's order. Raises CheckpointError with all that is not as in the model."""
     problems = differences(config, model, _FIXED, _EQUAL, "a diffusion policy")
     problems += [
@@ -158,13 +159,13 @@ def _check(config: Mapping[str, Any], model: DiffusionPolicyConfig, stats: Leave
     return cameras
 
 
-def _differs(model: DiffusionPolicyConfig, wanted: tuple[str, Any]) -> bool:
+def _differs(model: DiffusionPolicyConfig, wanted: tuple[str, object]) -> bool:
     """Whether the model has another value of a field; those of encoders do not count without cameras."""
     field, value = wanted
     return getattr(model, field) != value and (field == "denoiser" or bool(model.cameras))
 
 
-def _check_images(model: DiffusionPolicyConfig, form: Any, visual: Mapping[str, Any], stats: Leaves) -> list[str]:
+def _check_images(model: DiffusionPolicyConfig, form: object, visual: JsonObject, stats: Leaves) -> list[str]:
     """Why images are normalised in another way than the model's."""
     if not visual:
         return []
@@ -176,7 +177,7 @@ def _check_images(model: DiffusionPolicyConfig, form: Any, visual: Mapping[str, 
     return image_problems(model, stats)
 
 
-def _trained_with(config: Mapping[str, Any]) -> dict[str, Any]:
+def _trained_with(config: JsonObject) -> dict[str, Any]:
     """The fields of an experiment that the policy's config says, by dotted name."""
     crop = config.get("crop_shape") or (None, None)
     schedule = {f"{SCHEDULE}.{field}": config[field] for field in SCHEDULE_FIELDS if field in config}
@@ -219,7 +220,7 @@ def parts(
     )
 
 
-def write_params(directory: Path, params: Leaves, model: DiffusionPolicyConfig, config: Mapping[str, Any]) -> None:
+def write_params(directory: Path, params: Leaves, model: DiffusionPolicyConfig, config: JsonObject) -> None:
     """Write `model.safetensors` for strict loading by LeRobot, given the policy's `config`."""
     cameras = sorted(model.cameras)
     ours = to_torch(params, condition_order(model, cameras, state_first=True))

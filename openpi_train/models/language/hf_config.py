@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from openpi_train.json_object import JsonObject
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.runtime.exits import CheckpointError
 
@@ -78,7 +79,7 @@ _VALUES: Mapping[str, str] = {
 }
 
 
-def family_of(config: Mapping[str, Any], where: str) -> Family:
+def family_of(config: JsonObject, where: str) -> Family:
     """The family of a config.json. Raises CheckpointError if it is unknown."""
     kind = config.get("model_type")
     for family in FAMILIES:
@@ -91,7 +92,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def sizes_of(config: Mapping[str, Any], where: str) -> DecoderSizes:
+def sizes_of(config: JsonObject, where: str) -> DecoderSizes:
     """The sizes in a config.json; errors name it `where`. Raises CheckpointError for missing keys or unknown values."""
     family = family_of(config, where)
     _check_values(config, where)
@@ -178,7 +179,7 @@ def hf_config(family: Family, sizes: DecoderSizes, context_length: int, dtype: s
     return config
 
 
-def hf_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def hf_reward_config(config: JsonObject) -> dict[str, Any]:
     """The config.json (`hf_config`) of a reward model on this language model: one for classification with one label."""
     family = config["model_type"]
     return {
@@ -189,20 +190,20 @@ def hf_reward_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_read(config: Mapping[str, Any]) -> DecoderSizes:
+def _as_read(config: JsonObject) -> DecoderSizes:
     try:
         return sizes_of(config, "it")
     except CheckpointError as error:
         raise ValueError(str(error)) from error
 
 
-def _refuse_others(said: Mapping[str, Any], where: str) -> None:
+def _refuse_others(said: JsonObject, where: str) -> None:
     for key, allowed in _ONLY.items():
         if said.get(key) not in allowed:
             raise CheckpointError(f"{where}: {key} {said[key]!r} is not computed here; allowed: {allowed[0]!r}")
 
 
-def _check_values(values: Mapping[str, Any], where: str) -> None:
+def _check_values(values: Mapping[str, object], where: str) -> None:
     """Raise CheckpointError if a value has not the type of `_VALUES`."""
     for key, value in values.items():
         needed = _VALUES.get(key)
@@ -212,11 +213,11 @@ def _check_values(values: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}: {key} is {value!r}; needed is {needed}: correct it, or fetch it again")
 
 
-def _or(said: Mapping[str, Any], key: str, default: Any) -> Any:
+def _or(said: JsonObject, key: str, default: object) -> Any:
     return default if said.get(key) is None else said[key]
 
 
-def _number(said: Mapping[str, Any], key: str, where: str) -> int:
+def _number(said: JsonObject, key: str, where: str) -> int:
     value = said.get(key)
     if value is None:
         raise CheckpointError(f"{where} says no {key}, which a model of type {said['model_type']} has; fetch it again")
@@ -229,7 +230,7 @@ def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _activation(family: Family, said: Mapping[str, Any], where: str) -> Any:
+def _activation(family: Family, said: JsonObject, where: str) -> Any:
     name = said.get("hidden_activation") or said.get("hidden_act", "silu")
     if family == "gemma" and name == "gelu":  # Gemma 1's first files say gelu and mean the tanh approximation
         name = "gelu_pytorch_tanh"
@@ -238,7 +239,7 @@ def _activation(family: Family, said: Mapping[str, Any], where: str) -> Any:
     return _ACTIVATIONS[name]
 
 
-def _sliding_layers(family: Family, said: Mapping[str, Any], depth: int, where: str) -> tuple[int, ...]:
+def _sliding_layers(family: Family, said: JsonObject, depth: int, where: str) -> tuple[int, ...]:
     """The layers with a sliding window, as listed in the file, or else as transformers derives them."""
     if said.get("sliding_window") is None or family in ("llama", "gemma"):
         return ()
@@ -263,7 +264,7 @@ def _sliding_layers(family: Family, said: Mapping[str, Any], depth: int, where: 
     return tuple(at for at, kind in enumerate(kinds) if kind == _SLIDING)
 
 
-def _rope(family: Family, said: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rope(family: Family, said: JsonObject, where: str) -> dict[str, Any]:
     """The fields of rotary positions, from `rope_parameters` (transformers 5), or `rope_scaling` and the bases."""
     given, scaling = said.get("rope_parameters") or {}, said.get("rope_scaling") or {}
     by_kind = given if _FULL in given else {}

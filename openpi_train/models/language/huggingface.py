@@ -12,7 +12,6 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored, StoredLeaf, Writer, same_values
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
+from openpi_train.json_object import JsonObject
 from openpi_train.models.language.accompanied import AccompaniedConfig
 from openpi_train.models.language.hf_config import FAMILIES, hf_config, hf_reward_config, sizes_of
 from openpi_train.models.language.language import LanguageConfig
@@ -78,7 +78,7 @@ def recognises(place: Place) -> bool:
     return "model_type" in place.json(CONFIG)
 
 
-def read_model(place: Place, **fields: Any) -> LanguageConfig:
+def read_model(place: Place, **fields: object) -> LanguageConfig:
     """The model of the folder's config.json, with these fields changed. Raises CheckpointError."""
     if not place.has(CONFIG):
         raise CheckpointError(f"{place} has no {CONFIG}: name the folder of a language model as Hugging Face has it")
@@ -196,7 +196,7 @@ def written_part(model: ModelConfig) -> ModelConfig:
     return model.policy if isinstance(model, AccompaniedConfig) else model
 
 
-def _describes(known: Mapping[str, Any], model: LanguageConfig, config: Mapping[str, Any]) -> bool:
+def _describes(known: JsonObject, model: LanguageConfig, config: JsonObject) -> bool:
     """Whether the config that came with the weights still describes what is written."""
     if known.get("model_type") not in FAMILIES or sizes_of(known, CONFIG) != model.sizes:
         return False

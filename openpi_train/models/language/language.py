@@ -4,7 +4,7 @@ Read next: `nn/decoder.py` (the network), `hf_config.py` (sizes from published f
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import tyro
@@ -71,7 +71,7 @@ class LanguageConfig(TransformerConfig, TextModelConfig):
         return problems
 
     @classmethod
-    def published(cls, config: Mapping[str, Any], where: str, **fields: Any) -> "LanguageConfig":
+    def published(cls, config: JsonObject, where: str, **fields: Any) -> "LanguageConfig":
         """The model of a config.json, with these fields changed. Raises CheckpointError as `sizes_of` does."""
         found: dict[str, Any] = {"family": family_of(config, where), "sizes": sizes_of(config, where)}
         if isinstance(length := config.get("max_position_embeddings"), int):

@@ -30,6 +30,7 @@ from openpi_train.interop.parameter_matching import account
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored, StoredLeaf, Writer, in_memory
 from openpi_train.interop.torch_names import TensorLayout, tensors_of
+from openpi_train.json_object import JsonObject
 from openpi_train.models.language import huggingface
 from openpi_train.models.language.language_part import language_of, with_language
 from openpi_train.models.language.reward import SCORE, RewardConfig
@@ -248,7 +249,7 @@ def _layout(published: str, shape: tuple[int, ...]) -> TensorLayout:
     return dataclasses.replace(found, tensors={at: f"{_PREFIX}{name}" for at, name in found.tensors.items()})
 
 
-def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> None:
+def _refuse_others(said: JsonObject, where: str, *, is_reward: bool) -> None:
     """Raise CheckpointError for settings that are not computed here."""
     if (kind := said.get("peft_type")) != "LORA":
         raise CheckpointError(f"{where}: adapters of type {kind!r} are not known; known is LORA")
@@ -264,7 +265,7 @@ def _refuse_others(said: Mapping[str, Any], where: str, *, is_reward: bool) -> N
         raise CheckpointError(f"{where}: {listed} is not computed here; merge that adapter into its base model by PEFT")
 
 
-def _tell_absent(place: Place, found: Leaves, expected: Mapping[str, Any], ours: AdapterConfig) -> None:
+def _tell_absent(place: Place, found: Leaves, expected: Mapping[str, object], ours: AdapterConfig) -> None:
     """Log which weights of the parts that the run adapts have no addition in this adapter."""
     parts = [part for part, on in ((".self_attn.", ours.attention), (".mlp.", ours.mlp)) if ours.enabled and on]
     absent = {_module(name) for name in expected if name not in found and any(part in name for part in parts)}
@@ -302,7 +303,7 @@ def _idle_modules(tensors: Leaves) -> set[str]:
     return modules - used if used - {"score"} else set()
 
 
-def _base_of(experiment: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _base_of(experiment: JsonObject) -> tuple[str | None, str | None]:
     """The published model that a run started from, and its revision, by name on the hub or folder; None: not known."""
     model = experiment.get("model") or {}
     path = (model.get("language") or model).get("path")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.models.prompted import embed_prefix
@@ -46,7 +47,7 @@ class PaliGemma(nnx.Module):
         siglip: SiglipConfig,
         image_size: int,
         vocab_size: int,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: Remat,
         attention: Attention = "auto",
         rngs: nnx.Rngs,
@@ -96,7 +97,7 @@ class FlowHead(nnx.Module):
         context_width: int,
         action_dim: int,
         action_horizon: int,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: Remat,
         attention: Attention = "auto",
         rngs: nnx.Rngs,

@@ -34,6 +34,7 @@ from openpi_train.interop.openpi_torch import check_params, read_params, write_p
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.interop.trained_with import NORMALIZATION, Settings
+from openpi_train.json_object import JsonObject
 from openpi_train.models.pi0.pi0 import Pi0Config
 from openpi_train.models.prompted import GemmaPolicyConfig
 from openpi_train.runtime.exits import CheckpointError
@@ -87,19 +88,19 @@ def _policy_of(model: Pi0Config) -> GemmaPolicyType:
     return _PI05 if model.pi05 else _PI0
 
 
-def _read(folder: Place, config: Mapping[str, Any], model: Pi0Config) -> ReadPolicy:
+def _read(folder: Place, config: JsonObject, model: Pi0Config) -> ReadPolicy:
     check(config, model, _policy_of(model).equal, str(folder))
     return read_policy(folder, config, model)
 
 
-def read_policy(folder: Place, config: Mapping[str, Any], model: GemmaPolicyConfig) -> ReadPolicy:
+def read_policy(folder: Place, config: JsonObject, model: GemmaPolicyConfig) -> ReadPolicy:
     """The parameters and norm stats of a policy's folder, and how it was trained. Raises CheckpointError as
     `read_params`."""
     params, stats = read_params(folder, model, PREFIX), read_stats(folder)
     return ReadPolicy(params=params, stats=stats, trained_with=_trained_with(norm_map_of(folder, config)))
 
 
-def check(config: Mapping[str, Any], model: GemmaPolicyConfig, equal: Mapping[str, str], where: str) -> None:
+def check(config: JsonObject, model: GemmaPolicyConfig, equal: Mapping[str, str], where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
     problems = []
     if config.get("use_peft"):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.models.prompted import causal_tokens, embed_prefix
@@ -66,7 +67,7 @@ class Pi0(nnx.Module):
         adaptive: bool,
         indicator: bool = False,
         insulated: bool = False,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: Remat,
         attention: Attention = "auto",
         rngs: nnx.Rngs,

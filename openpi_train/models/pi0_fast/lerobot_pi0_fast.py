@@ -6,7 +6,6 @@ As `lerobot` 0.6.1 writes and reads it (`policies/pi0_fast`). Read next: `models
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from openpi_train.interop.lerobot_form import LeRobotForm, PolicyParts, ReadPoli
 from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Stored
 from openpi_train.interop.trained_with import Settings
+from openpi_train.json_object import JsonObject
 from openpi_train.models.pi0.lerobot_pi0 import (
     PIXELS,
     TOKENIZER,
@@ -45,7 +45,7 @@ _POLICY = GemmaPolicyType(
 )
 
 
-def _read(folder: Place, config: Mapping[str, Any], model: Pi0FastConfig) -> ReadPolicy:
+def _read(folder: Place, config: JsonObject, model: Pi0FastConfig) -> ReadPolicy:
     check(config, model, _POLICY.equal, str(folder))
     theirs, own = config.get(_ACTION_TOKENIZER, PUBLISHED), model.fast_tokenizer
     if theirs != own and {theirs, own} != set(_PUBLISHED):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.models.prompted import causal_tokens, embed_prefix
@@ -58,7 +59,7 @@ class Pi0Fast(nnx.Module):
         vocab_size: int,
         slots: Sequence[str],
         black_slots: Sequence[str] = (),
-        dtype: Any,
+        dtype: DTypeLike,
         decoding: Decoding,
         max_decoded_tokens: int,
         read_actions: ReadActions,

@@ -35,6 +35,7 @@ from openpi_train.interop.place import Place
 from openpi_train.interop.stored_leaves import Leaves, Stored
 from openpi_train.interop.torch_names import TensorLayout, lay_out_tensors, tensors_of
 from openpi_train.interop.trained_with import Settings
+from openpi_train.json_object import JsonObject
 from openpi_train.models.language.hf_names import hf_name
 from openpi_train.models.language.huggingface import hf_layout
 from openpi_train.models.smolvla.smolvla import SmolVlaConfig
@@ -136,7 +137,7 @@ def _renamed(layout: TensorLayout, name: Any) -> TensorLayout:
     return dataclasses.replace(layout, tensors=tensors)
 
 
-def check(config: Mapping[str, Any], model: SmolVlaConfig, where: str) -> None:
+def check(config: JsonObject, model: SmolVlaConfig, where: str) -> None:
     """Check that the folder's policy computes the same as the model. Raises CheckpointError with all differences."""
     problems = differences(config, model, _FIXED, _EQUAL, "SmolVLA")
     size, wanted = config.get("resize_imgs_with_padding", [512, 512]), [model.image_size] * 2
@@ -163,7 +164,7 @@ def check(config: Mapping[str, Any], model: SmolVlaConfig, where: str) -> None:
         logger.info("%s samples in %d denoising steps: --num-sample-steps %d does the same", where, steps, steps)
 
 
-def read(folder: Place, config: Mapping[str, Any], model: SmolVlaConfig) -> ReadPolicy:
+def read(folder: Place, config: JsonObject, model: SmolVlaConfig) -> ReadPolicy:
     """The parameters and norm stats of a policy's folder.
 
     Raises CheckpointError if the policy does not fit the model, or a tensor is missing, unknown, or of another shape.
@@ -227,7 +228,7 @@ def config_of(model: SmolVlaConfig, stats: Mapping[str, np.ndarray]) -> dict[str
     }
 
 
-def settings_of_steps(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def settings_of_steps(config: JsonObject) -> dict[str, Mapping[str, Any]]:
     """The settings of the steps around the model that are its own."""
     tokenize = {"max_length": config["tokenizer_max_length"], "task_key": "task", "padding_side": "right"}
     return {TOKENIZE: {**tokenize, "padding": "longest", "truncation": True, "tokenizer_name": _VLM}}

@@ -4,9 +4,9 @@ The run writes it as `gpu_step.json`; its `results.json` and `report` show it.
 """
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
+from openpi_train.json_object import JsonObject
 from openpi_train.planning.forecast import Machine
 from openpi_train.planning.gpu.step_account import GpuAccount, account
 from openpi_train.planning.gpu.targets import has_target, target_of
@@ -18,7 +18,7 @@ RECORD = "gpu_step.json"
 _IN_BRIEF = ("kernels", "moved_bytes", "matmul_s", "bound_s", "exposed_s", "peak_bytes")
 
 
-def run_account(compiled: Any, machine: Machine, compile_s: float) -> GpuAccount | None:
+def run_account(compiled: object, machine: Machine, compile_s: float) -> GpuAccount | None:
     """The account of a run's step (`jax.stages.Compiled`) on these devices, without the buffers at the peak.
 
     None on devices that have no description, and where the compiled text is not as expected: then the log says so.
@@ -38,6 +38,6 @@ def run_account(compiled: Any, machine: Machine, compile_s: float) -> GpuAccount
     return found
 
 
-def in_brief(record: Mapping[str, Any]) -> dict[str, Any]:
+def in_brief(record: JsonObject) -> dict[str, Any]:
     """The part of a record that `results.json` has."""
     return {name: record[name] for name in _IN_BRIEF}

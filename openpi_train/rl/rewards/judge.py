@@ -5,7 +5,6 @@ Read next: `text_reward.py`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +41,7 @@ class RewardComputer:
     def __init__(
         self,
         rewards: Sequence[TextReward],
-        running: Any,
+        running: object,
         *,
         timeout_s: float,
         on_timeout: str,

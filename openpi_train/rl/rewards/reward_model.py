@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from openpi_train.models.language import huggingface
 from openpi_train.models.language.accompanied import policy_of
 from openpi_train.models.language.reward import SCORE, RewardConfig
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.parallel.params import merge_module
+from openpi_train.parallel.params import ParamLeaves, Params, merge_module
 from openpi_train.rl.rewards.text_reward import Completed
 from openpi_train.runtime.exits import UsageError
 
@@ -59,11 +59,11 @@ class ModelReward:
         num_params = sum(leaf.size for leaf in self._params.values())
         logger.info("%s: a reward model with %s parameters", stored.where, f"{num_params:,}")
 
-        def of_rows(params: Any, rows: dict[str, Any], _: None) -> Any:
+        def of_rows(params: ParamLeaves, rows: Mapping[str, jax.Array], _: None) -> jax.Array:
             found: Any = merge_module(graphdef, params)
             return found.rewards(rows["tokens"], rows["positions"], rows["segments"], num_segments=1)[:, 0]
 
-        def score(params: Any, rows: dict[str, Any]) -> Any:
+        def score(params: Params, rows: Mapping[str, jax.Array]) -> jax.Array:
             return jax.lax.with_sharding_constraint(devices.rows(of_rows, params, rows, None), devices.plan.replicated)
 
         self._score = jax.jit(score)

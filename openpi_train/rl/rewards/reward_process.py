@@ -187,7 +187,7 @@ def _allow_time(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _no_function(file: str, function: str, found: Any) -> str | None:
+def _no_function(file: str, function: str, found: object) -> str | None:
     """Why what a file has under a name is no function of a reward."""
     if not isinstance(found, Callable):
         return f"{file} has no function {function!r} of (prompt, completion, reference)"

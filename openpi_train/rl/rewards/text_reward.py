@@ -127,7 +127,7 @@ class TextReward:
         return []
 
     def term(
-        self, running: Any, *, timeout_s: float, on_timeout: str, memory_gib: float, environment: Sequence[str]
+        self, running: object, *, timeout_s: float, on_timeout: str, memory_gib: float, environment: Sequence[str]
     ) -> RewardFunction:
         """What computes it in this run. Every process must call it. Raises UsageError if it cannot be used."""
         kind, _, argument = self.name.partition(":")

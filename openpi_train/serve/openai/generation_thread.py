@@ -216,7 +216,7 @@ class GenerationThread:
         else:
             time.sleep(_IDLE_S)
 
-    def _call(self, function: Callable[..., None], *given: Any) -> None:
+    def _call(self, function: Callable[..., None], *given: object) -> None:
         """Call a function in the event loop's thread."""
         try:
             self._loop.call_soon_threadsafe(function, *given)

@@ -6,7 +6,7 @@ Read next: `text_server.py`.
 import asyncio
 import email.utils
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from openpi_train.serve.limits import Limits
@@ -15,6 +15,11 @@ from openpi_train.serve.openai.http_connection import HttpConnection
 
 JSON, _EVENTS = "application/json", "text/event-stream; charset=utf-8"
 Headers = Sequence[tuple[bytes, bytes]]
+# ASGI's: what a request is, a message, and how messages are received and sent.
+Scope = Mapping[str, Any]
+Event = dict[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
 
 
 class ClientGone(Exception):
@@ -24,7 +29,7 @@ class ClientGone(Exception):
 class HttpExchange:
     """A request with its answer. Args: `scope`, `receive` and `send` are ASGI's."""
 
-    def __init__(self, connection: HttpConnection, scope: Mapping[str, Any], receive: Any, send: Any, limits: Limits):
+    def __init__(self, connection: HttpConnection, scope: Scope, receive: Receive, send: Send, limits: Limits):
         self._connection, self._receive, self._send_event, self._limits = connection, receive, send, limits
         self._headers: Headers = scope["headers"]
         self.method: str = scope["method"]
@@ -68,11 +73,11 @@ class HttpExchange:
         if self._connection.flow.write_paused:  # the client has its place until it has its answer
             await self._in_time(self._connection.flow.drain())
 
-    async def answer_json(self, status: int, value: Any, more: Headers = ()) -> None:
+    async def answer_json(self, status: int, value: object, more: Headers = ()) -> None:
         """Answer with this value."""
         await self.answer(status, to_json(value), JSON, more)
 
-    async def event(self, value: Any) -> None:
+    async def event(self, value: object) -> None:
         """Send a value as the next event of a stream, which begins with the first one. Raises ClientGone."""
         if not self.is_started:
             await self._start(200, _EVENTS, [(b"x-accel-buffering", b"no")])  # nginx would collect them
@@ -102,10 +107,10 @@ class HttpExchange:
             headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _send(self, event: dict[str, Any]) -> None:
+    async def _send(self, event: Event) -> None:
         await self._in_time(self._send_event(event))
 
-    async def _in_time(self, sending: Any) -> None:
+    async def _in_time(self, sending: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._limits.send_s):
                 await sending
@@ -114,6 +119,6 @@ class HttpExchange:
             raise ClientGone from error
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """The value as JSON. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -1,9 +1,9 @@
 """The fields of a request by type and range; a field that is not read is refused. Read next: `text_request.py`."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
+from openpi_train.json_object import JsonObject
 from openpi_train.serve.openai.api_error import ApiError, invalid
 
 _SHOWN = 60
@@ -15,7 +15,7 @@ class RequestFields:
     Args: `path` names the object in errors, such as `messages[0]`.
     """
 
-    def __init__(self, given: Mapping[str, Any], path: str = ""):
+    def __init__(self, given: JsonObject, path: str = ""):
         self._given, self._path = given, path
         self._read: set[str] = set()
 
@@ -61,7 +61,7 @@ class RequestFields:
             raise self.wrong(name, f"a number {least_of} {most:g}")
         return float(value)
 
-    def only(self, name: str, *allowed: Any, why: str = "") -> None:
+    def only(self, name: str, *allowed: object, why: str = "") -> None:
         """Refuse any value but these, where others would change the answer in a way that is not supported."""
         value = self.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
@@ -87,12 +87,12 @@ class RequestFields:
         return invalid(f"{place} {repr_of(self._given.get(name))} is not valid: it must be {expected}", place)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Whether a JSON value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def checked_text(value: Any, place: str) -> str:
+def checked_text(value: object, place: str) -> str:
     """The value, if it is a text of characters. Raises ApiError."""
     if not isinstance(value, str):
         raise invalid(f"{place} {repr_of(value)} is not valid: it must be a text", place)
@@ -104,7 +104,7 @@ def checked_text(value: Any, place: str) -> str:
     return value
 
 
-def repr_of(value: Any) -> str:
+def repr_of(value: object) -> str:
     """The value as errors show it: short, and in ASCII."""
     if isinstance(value, list | dict):
         shown = ""

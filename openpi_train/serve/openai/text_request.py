@@ -12,6 +12,7 @@ from typing import Any
 
 from openpi_train.generation.generator import NUM_TOP
 from openpi_train.generation.sampling_settings import SamplingSettings
+from openpi_train.json_object import JsonObject
 from openpi_train.serve.openai.api_error import invalid
 from openpi_train.serve.openai.request_fields import RequestFields, checked_text, is_integer
 
@@ -68,7 +69,7 @@ class TextRequest:
     template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def completion_request(given: Mapping[str, Any]) -> TextRequest:
+def completion_request(given: JsonObject) -> TextRequest:
     """The request of `POST /v1/completions`. Raises ApiError for what is invalid or not supported."""
     fields = RequestFields(given)
     prompts = _prompts(fields.get("prompt"))
@@ -85,7 +86,7 @@ def completion_request(given: Mapping[str, Any]) -> TextRequest:
     )
 
 
-def chat_request(given: Mapping[str, Any]) -> TextRequest:
+def chat_request(given: JsonObject) -> TextRequest:
     """The request of `POST /v1/chat/completions`. Raises ApiError for what is invalid or not supported."""
     fields = RequestFields(given)
     messages = fields.get("messages")
@@ -177,7 +178,7 @@ def _stops(fields: RequestFields) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def _prompts(value: object) -> list[str | list[int]]:
     """OpenAI's four forms: a text, texts, tokens, lists of tokens."""
     if isinstance(value, str):
         return [checked_text(value, "prompt")]
@@ -197,7 +198,7 @@ def _tokens(value: list[Any], place: str) -> list[int]:
     return value
 
 
-def _message(value: Any, place: str) -> Message:
+def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
         raise invalid(f"{place} must be an object with role and content", place)
     fields = RequestFields(value, place)

@@ -28,6 +28,7 @@ from uvicorn.server import ServerState
 from openpi_train.data.text.message_content import text_of
 from openpi_train.generation.completion_text import NewText
 from openpi_train.generation.text_generator import TextGenerator
+from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import DataError
 from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Busy
@@ -37,7 +38,7 @@ from openpi_train.serve.openai.answers import Answers, ChatAnswers, CompletionAn
 from openpi_train.serve.openai.api_error import ApiError, invalid
 from openpi_train.serve.openai.generation_thread import AskedRow, GenerationThread, RowEvents
 from openpi_train.serve.openai.http_connection import HttpConnection
-from openpi_train.serve.openai.http_exchange import JSON, ClientGone, HttpExchange, to_json
+from openpi_train.serve.openai.http_exchange import JSON, ClientGone, HttpExchange, Receive, Scope, Send, to_json
 from openpi_train.serve.openai.json_body import read_object
 from openpi_train.serve.openai.text_measures import TextMeasures
 from openpi_train.serve.openai.text_request import TextRequest, chat_request, completion_request
@@ -92,7 +93,7 @@ class TextServer:
             lambda: self._generation.num_running,
             lambda: self._places.num_clients,
         )
-        self._posts: Mapping[str, tuple[Callable[[Mapping[str, Any]], TextRequest], type[Answers]]] = {
+        self._posts: Mapping[str, tuple[Callable[[JsonObject], TextRequest], type[Answers]]] = {
             "/v1/completions": (completion_request, CompletionAnswers),
             "/v1/chat/completions": (chat_request, ChatAnswers),
         }
@@ -149,7 +150,7 @@ class TextServer:
             await asyncio.wait_for(self._idle.wait(), _LAST_WORDS_S)
         return False
 
-    async def _handle(self, connection: HttpConnection, scope: Any, receive: Any, send: Any) -> None:
+    async def _handle(self, connection: HttpConnection, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         exchange = HttpExchange(connection, scope, receive, send, self._limits)
         async with connection.turn:
@@ -236,7 +237,7 @@ class TextServer:
                 self._idle.set()
 
     async def _complete(
-        self, exchange: HttpExchange, read: Callable[[Mapping[str, Any]], TextRequest], form: type[Answers]
+        self, exchange: HttpExchange, read: Callable[[JsonObject], TextRequest], form: type[Answers]
     ) -> None:
         started = time.perf_counter()
         body = await exchange.body()
@@ -298,7 +299,7 @@ class TextServer:
         self.measures.counted(prompt, completion)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _understood(self, body: bytes, read: Callable[[Mapping[str, Any]], TextRequest], form: type[Answers]) -> _Asked:
+    def _understood(self, body: bytes, read: Callable[[JsonObject], TextRequest], form: type[Answers]) -> _Asked:
         """The rows that a body asks for; runs in a thread. Raises ApiError."""
         request = read(read_object(body))
         self._check_model(request.model)
@@ -368,7 +369,7 @@ class TextServer:
         self.measures.requests.labels(outcome.get(error.status, "refused")).inc()
 
 
-async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+async def _no_app(scope: object, receive: object, send: object) -> None:
     """uvicorn wants an application; `HttpConnection` has its own."""
 
 
@@ -377,7 +378,7 @@ async def _fail_when_gone(exchange: HttpExchange, events: RowEvents) -> None:
     events.fail(ClientGone())
 
 
-def _fingerprint(*of: Any) -> str:
+def _fingerprint(*of: object) -> str:
     return f"fp_{hashlib.sha256(repr(of).encode()).hexdigest()[:12]}"
 
 

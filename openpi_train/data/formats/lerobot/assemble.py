@@ -10,7 +10,7 @@ Format 2.1 keeps one file per episode; 3.0 joins them up to a size limit, withou
 import itertools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from openpi_train.data.formats.lerobot.encode import describe, join
 from openpi_train.data.formats.lerobot.features import cameras
 from openpi_train.data.formats.lerobot.lerobot_layout import INFO_FILE
 from openpi_train.data.formats.lerobot.lerobot_metadata import require
+from openpi_train.json_object import JsonObject
 
 EPISODE_FILE = "episode.json"
 _CHUNK = 1000
@@ -40,9 +41,9 @@ _TASK_COLUMN = "__index_level_0__"
 def assemble(
     episodes: Path,
     out: Path,
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[JsonObject],
     tasks: Sequence[str],
-    plan: Mapping[str, Any],
+    plan: JsonObject,
     schema: Any,
 ) -> None:
     """Write the dataset `out` from the folders in `episodes`; `records` has an entry for each, in order."""
@@ -75,8 +76,8 @@ def assemble(
 def _write_single(
     folders: Sequence[Path],
     out: Path,
-    records: Sequence[Mapping[str, Any]],
-    rows: Sequence[Mapping[str, Any]],
+    records: Sequence[JsonObject],
+    rows: Sequence[dict[str, Any]],
     tasks: Sequence[str],
     videos: Sequence[str],
 ) -> None:
@@ -96,7 +97,7 @@ def _write_single(
 def _write_joined(
     folders: Sequence[Path],
     out: Path,
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[JsonObject],
     rows: list[dict[str, Any]],
     tasks: Sequence[str],
     videos: Sequence[str],
@@ -172,7 +173,9 @@ def tasks_table(tasks: Sequence[str]) -> Any:
     """The tasks as pandas writes a frame with the tasks as its index, which is how lerobot looks them up."""
     pa = require("pyarrow")
 
-    def column(name: str | None, field: str | None, kind: str, numpy_kind: str, metadata: Any = None) -> dict[str, Any]:
+    def column(
+        name: str | None, field: str | None, kind: str, numpy_kind: str, metadata: object = None
+    ) -> dict[str, Any]:
         described = {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": numpy_kind}
         return described | {"metadata": metadata}
 
@@ -198,11 +201,11 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_lines(path: Path, rows: Sequence[JsonObject]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=4, ensure_ascii=False, allow_nan=False), encoding="utf-8")

@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from openpi_train.json_object import JsonObject
+
 _FLAG, _PIXELS = "is_depth_map", "pix_fmt"
 _CHANNELS = ("channels", "channel")
 
 
-def depth_reason(feature: Mapping[str, Any]) -> str:
+def depth_reason(feature: JsonObject) -> str:
     """Why an image feature is no camera as far as its metadata say; empty if it is one."""
     said = [*_entries(feature)]
     flags = {key: value for key, value in said if key.rpartition(".")[2] == _FLAG}
@@ -30,7 +32,7 @@ def depth_reason(feature: Mapping[str, Any]) -> str:
     return ""
 
 
-def num_channels(feature: Mapping[str, Any]) -> int:
+def num_channels(feature: JsonObject) -> int:
     """The channels of an image feature of three dims; those of the last one if nothing says which it is."""
     shape, names = feature["shape"], list(feature.get("names") or ())
     places = [place for place, name in enumerate(names) if name in _CHANNELS]
@@ -42,7 +44,7 @@ def is_deep_video(pixels: str) -> bool:
     return bool(re.match(r"gray(?!8?$)|p01[26]|yuv\w*p1[246]", pixels))
 
 
-def _entries(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _entries(nested: JsonObject) -> Iterator[tuple[str, Any]]:
     for key, value in nested.items():
         if isinstance(value, Mapping):
             yield from _entries(value)

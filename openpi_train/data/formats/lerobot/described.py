@@ -8,12 +8,12 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from openpi_train.data.core.files import read_json
 from openpi_train.data.core.image import says_depth
 from openpi_train.data.core.source import column_name
 from openpi_train.data.formats.lerobot.lerobot_layout import INFO_FILE, flat_names, read_layout
+from openpi_train.json_object import JsonObject
 from openpi_train.robots.dataset_arm import GRIPPERS, DatasetArm
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _vector(columns: Mapping[str, tuple[str, tuple[int, ...]]], names: Sequence[
     )
 
 
-def _names(feature: Mapping[str, Any], what: str) -> tuple[str, ...]:
+def _names(feature: JsonObject, what: str) -> tuple[str, ...]:
     """The names of a feature's dims; numbered ones if it has none, or not one for each dim."""
     names, size = flat_names(feature.get("names")), math.prod(feature["shape"])
     is_named = len(names) == size == len(set(names))

@@ -89,7 +89,7 @@ def as_json(stats: Mapping[str, Stats], *, quantiles: bool) -> dict[str, dict[st
     }
 
 
-def from_json(stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Stats]:
+def from_json(stats: Mapping[str, Mapping[str, object]]) -> dict[str, Stats]:
     """The inverse of `as_json`."""
     return {name: {key: np.array(value) for key, value in entry.items()} for name, entry in stats.items()}
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data.formats.lerobot.lerobot_metadata import require
+from openpi_train.json_object import JsonObject
 
 Version = Literal["v2.1", "v3.0"]
 # Columns that every dataset has besides its own features.
@@ -22,7 +23,7 @@ _FIELDS = ("dtype", "shape", "names")
 _LIST = {"v2.1": "Sequence", "v3.0": "List"}
 
 
-def complete(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def complete(features: Mapping[str, JsonObject]) -> dict[str, dict[str, Any]]:
     """The features as in `info.json`, including those that every dataset has. Raises ValueError, naming the feature.
 
     Args: `features` by name, each with `dtype` ("float32", "bool", ..., or "video" or "image" for a camera), `shape`
@@ -49,17 +50,17 @@ def complete(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     return result | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in NUMBERING.items()}
 
 
-def cameras(features: Mapping[str, Mapping[str, Any]], dtype: str | None = None) -> list[str]:
+def cameras(features: Mapping[str, JsonObject], dtype: str | None = None) -> list[str]:
     """The names of the cameras, or of those with this `dtype`, in order."""
     return [name for name, feature in features.items() if feature["dtype"] in ((dtype,) if dtype else _PICTURES)]
 
 
-def numbers(features: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def numbers(features: Mapping[str, JsonObject]) -> list[str]:
     """The names of the numeric features, in order."""
     return [name for name, feature in features.items() if feature["dtype"] not in _PICTURES]
 
 
-def schema(features: Mapping[str, Mapping[str, Any]], version: Version) -> Any:
+def schema(features: Mapping[str, JsonObject], version: Version) -> Any:
     """The arrow schema of the parquet files, with the metadata that the `datasets` package reads."""
     pa = require("pyarrow")
     fields, described = [], {}

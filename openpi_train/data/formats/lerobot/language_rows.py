@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data.formats.lerobot.lerobot_metadata import require
+from openpi_train.json_object import JsonObject
 
 PERSISTENT = "language_persistent"
 # What the instruction of a step is: its task's text, one of its rephrasings, or the subtask that is under way.
@@ -29,7 +30,7 @@ def read_lists(column: Any) -> list[list[Mapping[str, Any]] | None]:
 
 
 def prompts_of(
-    prompt_from: PromptFrom, lists: Sequence[Sequence[Mapping[str, Any]] | None], times: np.ndarray, steps: np.ndarray
+    prompt_from: PromptFrom, lists: Sequence[Sequence[JsonObject] | None], times: np.ndarray, steps: np.ndarray
 ) -> list[str | None]:
     """The text of each step; None where there is none, or a blank one.
 
@@ -43,13 +44,13 @@ def prompts_of(
     return found
 
 
-def styles(lists: Sequence[Sequence[Mapping[str, Any]] | None]) -> set[str]:
+def styles(lists: Sequence[Sequence[JsonObject] | None]) -> set[str]:
     """The styles of all rows."""
     distinct = {id(rows): rows for rows in lists}
     return {str(row["style"]) for rows in distinct.values() for row in rows or ()}
 
 
-def _subtask(rows: Sequence[Mapping[str, Any]], time: float) -> str | None:
+def _subtask(rows: Sequence[JsonObject], time: float) -> str | None:
     """The last subtask that has begun, as lerobot's `active_at`. Raises ValueError if there are two."""
     begun = [row for row in rows if row["style"] == "subtask" and row["timestamp"] <= time]
     last = [row for row in begun if row["timestamp"] == max(row["timestamp"] for row in begun)]
@@ -58,7 +59,7 @@ def _subtask(rows: Sequence[Mapping[str, Any]], time: float) -> str | None:
     return last[0]["content"] if last else None
 
 
-def _rephrasing(rows: Sequence[Mapping[str, Any]], step: int) -> str | None:
+def _rephrasing(rows: Sequence[JsonObject], step: int) -> str | None:
     """The rephrasing that lerobot chooses for a step: the same in every epoch (`language_render.py: _resolve_task`)."""
     texts = [row["content"] for row in rows if row["style"] == "task_aug" and row["role"] == "user"]
     if not texts:

@@ -35,6 +35,7 @@ from openpi_train.data.formats.lerobot.lerobot_layout import INFO_FILE, LeRobotL
 from openpi_train.data.formats.lerobot.lerobot_metadata import UNKNOWN, Episode, episode_files
 from openpi_train.data.formats.lerobot.lerobot_source import LeRobotSource
 from openpi_train.data.formats.sidecar import IndexedConfig, Sidecar, first_changed, missing_files, stat_files
+from openpi_train.json_object import JsonObject
 
 # The problem of an episode that needs a file that is not there.
 _MISSING = "the file is missing: download it"
@@ -74,7 +75,7 @@ class LeRobotIndex(Sidecar):
         prompts = "" if self.config.prompt_from == "task" else f" {self.config.prompt_from}"
         return f"{self.root.resolve()} {self.config.tolerance_s}{prompts}"
 
-    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+    def changed(self, manifest: JsonObject) -> str | None:
         listed = [name for name, _, _ in manifest["sources"] if name.startswith("meta/episodes/")]
         if further := set(episode_files(self.root)) - set(listed):
             return min(further)

@@ -31,6 +31,7 @@ from openpi_train.data.formats.lerobot.lerobot_metadata import (
     tasks_of,
     whole_number,
 )
+from openpi_train.json_object import JsonObject
 
 INFO_FILE = "meta/info.json"
 VERSIONS = ("v2.0", "v2.1", "v3.0")
@@ -143,14 +144,14 @@ def _read_info(root: Path) -> dict[str, Any]:
     return info
 
 
-def flat_names(names: Any) -> tuple[str, ...]:
+def flat_names(names: object) -> tuple[str, ...]:
     """A feature's names as a tuple; older datasets have a mapping (`{"motors": [...]}`)."""
     if isinstance(names, dict):
         return tuple(name for part in names.values() for name in flat_names(part))
     return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
-def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict, list[str]]:
+def _sort_features(features: JsonObject) -> tuple[dict, dict, dict, list[str]]:
     """Columns, cameras, and skipped features with the reason, by feature name; the columns of language rows."""
     columns, cameras, skipped, language = {}, {}, {}, []
     for name, feature in features.items():
@@ -181,9 +182,7 @@ def _sort_features(features: Mapping[str, Any]) -> tuple[dict, dict, dict, list[
     return columns, cameras, skipped, language
 
 
-def _episode(
-    number: int, row: Mapping[str, Any], info: Mapping[str, Any], cameras: Mapping[str, ImageFeature]
-) -> Episode:
+def _episode(number: int, row: Mapping[str, Any], info: JsonObject, cameras: Mapping[str, ImageFeature]) -> Episode:
     """The episode in a row of the metadata. Raises ValueError if its length or one of its files is not given."""
     length = whole_number(row["length"], "length")
     videos = [name for name, camera in cameras.items() if camera.is_video]
@@ -203,7 +202,7 @@ def _episode(
     return Episode(number, length, info["data_path"].format(**place), clips)
 
 
-def _totals(info: Mapping[str, Any], episodes: Sequence[Episode]) -> list[Finding]:
+def _totals(info: JsonObject, episodes: Sequence[Episode]) -> list[Finding]:
     """The finding that `info.json` counts other episodes than are listed."""
     total = info.get("total_episodes")
     if total is None or total == len(episodes):

@@ -24,6 +24,7 @@ from openpi_train.data.formats.lerobot.assemble import tasks_table
 from openpi_train.data.formats.lerobot.features import NUMBERING, cameras, complete, schema, table
 from openpi_train.data.formats.lerobot.lerobot_layout import INFO_FILE
 from openpi_train.data.formats.lerobot.lerobot_metadata import require
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ class LeRobotParts:
         path: str | Path,
         *,
         fps: int,
-        features: Mapping[str, Mapping[str, Any]],
+        features: Mapping[str, JsonObject],
         tasks: Sequence[str],
         robot_type: str | None = None,
-        identity: Mapping[str, Any] | None = None,
+        identity: JsonObject | None = None,
     ):
         self.path, self.fps, self.features = Path(path).expanduser(), fps, complete(features)
         assert not cameras(self.features, "video"), "pictures are in the data files"
@@ -202,7 +203,7 @@ class LeRobotParts:
     def _draft(self, part: int, name: str) -> Path:
         return self.path / ".drafts" / f"{part:06d}" / name
 
-    def _parquet(self, rows: Any) -> bytes:
+    def _parquet(self, rows: object) -> bytes:
         file = io.BytesIO()
         require("pyarrow.parquet").write_table(rows, file)
         return file.getvalue()

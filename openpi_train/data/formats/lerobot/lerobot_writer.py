@@ -25,6 +25,7 @@ from openpi_train.data.formats.lerobot.assemble import EPISODE_FILE, assemble
 from openpi_train.data.formats.lerobot.encode import Codec, encode
 from openpi_train.data.formats.lerobot.features import NUMBERING, Version, cameras, complete, numbers, schema, table
 from openpi_train.data.formats.lerobot.lerobot_metadata import require
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,11 @@ class LeRobotWriter:
         path: str | Path,
         *,
         fps: float,
-        features: Mapping[str, Mapping[str, Any]],
+        features: Mapping[str, JsonObject],
         robot_type: str | None = None,
         version: Version = "v3.0",
         codec: Codec = "av1",
-        identity: Mapping[str, Any] | None = None,
+        identity: JsonObject | None = None,
     ):
         if fps != int(fps) or fps < 1:
             raise ValueError(f"fps {fps} is not a whole number of 1 or more, as LeRobot's format requires")
@@ -184,13 +185,13 @@ class LeRobotWriter:
             raise ValueError(f"an episode's columns need the same length, at least 1; they have {lengths}")
         return checked
 
-    def _check_names(self, what: str, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
+    def _check_names(self, what: str, given: JsonObject, wanted: Sequence[str]) -> None:
         missing, unknown = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
         if missing or unknown:
             raise ValueError(f"{what} of episode {self.num_episodes}: missing {missing}, unknown {unknown}")
 
     def _write(
-        self, folder: Path, columns: dict[str, np.ndarray], frames: Mapping[str, Iterable[Any]], length: int
+        self, folder: Path, columns: dict[str, np.ndarray], frames: Mapping[str, Iterable[object]], length: int
     ) -> dict[str, Any]:
         """Write an episode's files; returns its metadata."""
         found, pictures = {}, {}
@@ -217,7 +218,7 @@ class LeRobotWriter:
 
 
 def _as_given(
-    frames: Iterable[Any], name: str, size: tuple[int, ...], seen: episode_stats.PictureStats
+    frames: Iterable[object], name: str, size: tuple[int, ...], seen: episode_stats.PictureStats
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """Each picture as given and as pixels; adds it to the statistics `seen`."""
     for number, given in enumerate(frames):

@@ -80,7 +80,7 @@ def _sizes(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def _is_number(kind: Any) -> bool:
+def _is_number(kind: object) -> bool:
     types = require("pyarrow").types
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 

@@ -33,6 +33,7 @@ from openpi_train.data.core.source import Source
 from openpi_train.data.formats.parquet.parquet_scan import ScannedFile, scan_file
 from openpi_train.data.formats.parquet.parquet_source import ParquetSource
 from openpi_train.data.formats.sidecar import IndexedConfig, Sidecar, first_changed, stat_files
+from openpi_train.json_object import JsonObject
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class ParquetIndex(Sidecar):
         """The folder of the files."""
         return self.root.parent if self.root.is_file() else self.root
 
-    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+    def changed(self, manifest: JsonObject) -> str | None:
         names = [name for name, _, _ in manifest["sources"]]
         if names != parquet_files(self.root):
             return str(self.root)

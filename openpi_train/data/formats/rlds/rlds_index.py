@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from openpi_train.data.formats.sidecar import (
     missing_files,
     stat_files,
 )
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class RldsIndex(Sidecar):
         settings = (config.split, config.prompt_feature, config.wide_columns, config.check_crc)
         return json.dumps([str(self.root.resolve()), *settings])
 
-    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+    def changed(self, manifest: JsonObject) -> str | None:
         if manifest["metadata_sha256"] != self._metadata_digest():
             return f"{self.root / INFO_FILE}"
         shards = ((one["name"], one["size"], one["mtime_ns"]) for one in manifest["shards"])

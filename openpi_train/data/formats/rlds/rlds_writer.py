@@ -152,7 +152,7 @@ def _pick(tree: Any, index: int) -> Any:
     return tree[index]
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, child in tree.items():
         if isinstance(child, Mapping):
             yield from _flatten(child, f"{prefix}{name}/")
@@ -170,7 +170,7 @@ def _check_names(example: Mapping[str, Any], features: Any, prefix: str) -> None
             _check_names(example[name], child, f"{prefix}{name}/")
 
 
-def _is_branch(feature: Any) -> bool:
+def _is_branch(feature: object) -> bool:
     import tensorflow_datasets as tfds
 
     return isinstance(feature, tfds.features.FeaturesDict)

@@ -241,7 +241,7 @@ def _alternatives(prompt: str, texts: list[str]) -> tuple[str, ...]:
     return tuple(sorted(found, key=found.__getitem__))
 
 
-def _choose_prompt(wanted: str, texts: list[str], of_episode: list[str], where: Any) -> str:
+def _choose_prompt(wanted: str, texts: list[str], of_episode: list[str], where: object) -> str:
     """The key of the instruction feature in a record; empty for "none". Raises ValueError if it is ambiguous."""
     if wanted == "none":
         return ""

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from openpi_train.data.core.instructions import is_blank
 from openpi_train.data.formats.rlds.example import Feature, read_example
 from openpi_train.data.formats.rlds.schema import FEATURES_FILE, INFO_FILE, OF_EPISODE, Schema, ShardFile
 from openpi_train.data.formats.rlds.tfrecord import read_records
+from openpi_train.json_object import JsonObject
 
 
 def scan_shard(
@@ -109,11 +111,11 @@ def _episode_prompts(features: dict[str, Feature], key: str, num_steps: int) -> 
     return texts
 
 
-def _pack_part(episodes: list[dict[str, Any]], dropped: list[dict[str, Any]], schema: Schema) -> dict[str, np.ndarray]:
+def _pack_part(episodes: list[JsonObject], dropped: list[JsonObject], schema: Schema) -> dict[str, np.ndarray]:
     texts: dict[str, int] = {}
     prompt_index = [texts.setdefault(text, len(texts)) for episode in episodes for text in episode["prompts"]]
 
-    def column(key: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def column(key: str, dtype: DTypeLike, shape: tuple[int, ...]) -> np.ndarray:
         return np.concatenate([np.empty((0, *shape), dtype), *(episode[key] for episode in episodes)])
 
     return {

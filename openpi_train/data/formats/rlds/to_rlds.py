@@ -61,7 +61,7 @@ def _steps(conversion: Conversion, steps: range) -> Iterator[Mapping[str, Any]]:
         yield _nested({**leaves, PROMPT: prompt})
 
 
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(leaves: Mapping[str, object]) -> dict[str, Any]:
     """Nested mappings from names with slashes. Raises ValueError if a name is both a value and a group of values."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from openpi_train.data.core import tables
 from openpi_train.data.core.progress import Progress
@@ -28,6 +29,7 @@ from openpi_train.data.formats.sidecar import IndexedConfig, Sidecar, first_chan
 from openpi_train.data.formats.zarr.store import BadChunk, Store
 from openpi_train.data.formats.zarr.zarr_layout import TASK_ID, ZarrLayout, pictures, read_layout
 from openpi_train.data.formats.zarr.zarr_source import ZarrSource
+from openpi_train.json_object import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class ZarrIndex(Sidecar):
     def identity(self) -> str:
         return f"{self.root.resolve()} {self.config.fill_missing} {self.config.decoded_copy}"
 
-    def changed(self, manifest: Mapping[str, Any]) -> str | None:
+    def changed(self, manifest: JsonObject) -> str | None:
         if manifest["stamp"] != self.store.stamp():
             return str(self.root)
         copies = ((name, *found) for name, found in manifest["decoded"].items())
@@ -143,7 +145,7 @@ class Scan:
     def array(
         self,
         name: str,
-        take: Callable[[np.ndarray], Any] = lambda block: None,
+        take: Callable[[np.ndarray], object] = lambda block: None,
         check: Callable[[np.ndarray], bool] = lambda block: True,
         digest: bool = True,
     ) -> None:
@@ -208,7 +210,7 @@ def _write_tables(directory: Path, store: Store, layout: ZarrLayout, scan: Scan,
     ends = np.cumsum(stops - starts)
     steps = int(ends[-1])
 
-    def column(name: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    def column(name: str, dtype: DTypeLike, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             yield store.read(f"data/{name}", slice(start, stop)).reshape(-1, *shape).astype(dtype, copy=False)
 
