@@ -66,7 +66,7 @@ def test_black_cameras_are_black_pictures_that_are_attended_to():
     )
     (plain, params), (filling, _) = built(FAST), built(config)
     outputs = {
-        name: merge_module(graph, params).prompt(seen)
+        name: jax.jit(lambda params, graph=graph, seen=seen: merge_module(graph, params).prompt(seen))(params)
         for name, graph, seen in (("filled", filling, without), ("given", plain, black), ("left out", plain, without))
     }
     for field in ("tokens", "mask", "positions"):
