@@ -140,7 +140,9 @@ def test_rows_of_robots_with_other_dims_and_of_cut_chunks_count_their_own_values
     mixed = traces_of(distribution, whole.noisy[:, 0], np.arange(3), np.array(others)[:, None])
     found = scores(distribution, Field(gaussian), mixed).log_prob
     for row, executed in enumerate(others):
-        alone = scores(distribution, Field(gaussian), traces_of(distribution, whole.noisy[:, 0], np.arange(3), executed))
+        alone = scores(
+            distribution, Field(gaussian), traces_of(distribution, whole.noisy[:, 0], np.arange(3), executed)
+        )
         np.testing.assert_allclose(found[row], alone.log_prob[row], rtol=1e-6)
 
 
