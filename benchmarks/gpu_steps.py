@@ -24,7 +24,7 @@ from benchmarks import gpu_times
 from benchmarks.language_speed import whole_texts
 from benchmarks.reference import reference
 from benchmarks.report import Cell, Spread, Table
-from benchmarks.steps import Trial, timed_steps
+from benchmarks.steps import QUICK, Trial, timed_steps
 from openpi_train.cli import parse_experiment
 from openpi_train.planning.flops import product_flops
 from openpi_train.planning.gpu.run_account import run_account
@@ -106,7 +106,7 @@ SETS: dict[str, tuple[str, int, list[Case]]] = {
         ],
     ),
     # The program of `step_time --quick`, which need not be compiled again.
-    "quick": ("debug", 2, [Case("--model.remat dots")]),
+    "quick": (QUICK[0], 2, [Case(" ".join(QUICK[1:]))]),
 }
 
 

@@ -147,7 +147,10 @@ class StackedConfig(LinearConfig):
 def batch(
     size: int, horizon: int = 3, dims: int = 4, seed: int = 0, ragged: bool = True, vocab_size: int = 1
 ) -> ActionBatch:
-    """Random rows; with `ragged`, rows lose 0, 1, 2, ... steps at the episode's end."""
+    """Random rows; with `ragged`, rows lose 0, 1, 2, ... steps at the episode's end.
+
+    Made by numpy: each of jax's operations would be compiled for each size.
+    """
     rng = np.random.default_rng(seed)
     lost = np.arange(size) % horizon if ragged else np.zeros(size, int)
     return ActionBatch(
@@ -155,11 +158,11 @@ def batch(
             images={},
             image_masks={},
             state=jnp.asarray(rng.normal(size=(size, dims)), jnp.float32),
-            prompt_tokens=jnp.asarray(rng.integers(0, 1 << 30, (size, 2)), jnp.int32) % vocab_size,
-            prompt_mask=jnp.ones((size, 2), bool),
+            prompt_tokens=jnp.asarray(rng.integers(0, 1 << 30, (size, 2)) % vocab_size, jnp.int32),
+            prompt_mask=jnp.asarray(np.ones((size, 2), bool)),
         ),
         actions=jnp.asarray(rng.normal(size=(size, horizon, dims)), jnp.float32),
         action_mask=jnp.asarray(np.arange(horizon) < horizon - lost[:, None]),
         dim_mask=jnp.asarray(np.broadcast_to(np.arange(dims) < dims - 1, (size, dims))),
-        row=jnp.arange(size, dtype=jnp.int32),
+        row=jnp.asarray(np.arange(size), jnp.int32),
     )

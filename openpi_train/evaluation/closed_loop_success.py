@@ -26,7 +26,7 @@ from openpi_train.models.model_config import as_policy
 from openpi_train.parallel.params import Params
 from openpi_train.runtime import agree
 from openpi_train.runtime.preempt import StoppedError
-from openpi_train.types import Observation
+from openpi_train.types import Network, Observation
 
 
 class MeshPolicy:
@@ -44,7 +44,7 @@ class MeshPolicy:
         chunks = self._sampling(self.params, self._robot_rows.columns(observation), keys)
         return self._robot_rows.actions(chunks, observation)
 
-    def _draw(self, model: Any, observation: Observation, keys: Key[Array, " b"]) -> Float[Array, "b h a"]:
+    def _draw(self, model: Network, observation: Observation, keys: Key[Array, " b"]) -> Float[Array, "b h a"]:
         chunk = as_policy(self._trainer.model).rows.batch_spec(1, tuple(observation.images)).actions.shape[1:]
         return self._trainer.objective.action_sampler.chunks(model, observation, keys, self._num_steps, chunk)
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from openpi_train.data.robot.row_format import RowFormat
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.models.model_config import PolicyConfig, RowTransform, below_one
 from openpi_train.types import ActionBatch, action_batch
 

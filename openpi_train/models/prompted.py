@@ -7,7 +7,7 @@ their networks, which call the last functions.
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openpi_train.data.robot.row_format import RowFormat
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
 from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.model_config import PolicyConfig, RowTransform

@@ -5,7 +5,7 @@ from jaxtyping import Array, Key
 from openpi_train.evaluation.row_sampling import Draw
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.sampling.action_distribution import ActionDistribution, Kept
-from openpi_train.types import Observation
+from openpi_train.types import Network, Observation
 
 # The entry of the chunk itself, that of the values of it that were executed, and what those begin with that are kept of
 # how it was drawn.
@@ -17,7 +17,7 @@ KEPT = "kept/"
 def query(model: PolicyConfig, distribution: ActionDistribution) -> Draw:
     """A function that draws a chunk for each row by `distribution`; its result has `ACTIONS`, and what `kept` finds."""
 
-    def draw(module: Any, observation: Observation, keys: Key[Array, " b"]) -> dict[str, Array]:
+    def draw(module: Network, observation: Observation, keys: Key[Array, " b"]) -> dict[str, Array]:
         chunk = model.rows.batch_spec(1, tuple(observation.images)).actions.shape[1:]
         actions, found = distribution.drawn(module, observation, keys, chunk)
         return {ACTIONS: actions, **{KEPT + name: value for name, value in found.items()}}

@@ -86,12 +86,12 @@ def check_experiment(experiment: "Experiment", *, num_frames: int) -> list[Check
         raise UsageError(f"{experiment.name}: there is nothing to check; its data are {type(data).__name__}")
     checked = []
     for dataset in data.datasets:
-        how = {"robot": dataset.robot, "num_frames": num_frames}
-        check = functools.partial(_robots, dataset.asset, dataset.source, held_out=dataset.validation, **how)
+        robots = functools.partial(_robots, robot=dataset.robot, num_frames=num_frames)
+        check = functools.partial(robots, dataset.asset, dataset.source, held_out=dataset.validation)
         checked.append(_checked(dataset.asset, check))
         if dataset.validation is not None:
             name = f"{dataset.asset}, held out"
-            checked.append(_checked(name, functools.partial(_robots, name, dataset.validation, **how)))
+            checked.append(_checked(name, functools.partial(robots, name, dataset.validation)))
     if not any(finding.kind in _REFUSED for dataset in checked for finding in dataset.findings):
         together = _checked(f"{experiment.name}, as opened", functools.partial(_examined, experiment))
         checked += [together] if together.findings or together.failure else []

@@ -216,8 +216,9 @@ class Check(DataRequest):
 
         if experiment is None:
             columns = {first: second for first, _, second in (pair.partition("=") for pair in self.columns)}
-            how = {"split": self.split, "columns": columns, "held_out": self.held_out}
-            checked = check_data.check_path(self.path, **how, num_frames=self.frames)
+            checked = check_data.check_path(
+                self.path, split=self.split, columns=columns, held_out=self.held_out, num_frames=self.frames
+            )
         else:
             checked = check_data.check_experiment(experiment, num_frames=self.frames)
         print(check_data.as_json(checked) if self.json else check_data.as_tables(checked), end="\n" * self.json)
@@ -338,8 +339,9 @@ class Convert(Reading):
         if is_recording(Path(self.path)):
             self._run_on_recordings(form)
             return
-        options = {"control_hz": self.control_hz, "pictures": self.pictures, "leave_out": self.leave_out}
-        account = convert(self.open(), self.target, form, **options)
+        account = convert(
+            self.open(), self.target, form, control_hz=self.control_hz, pictures=self.pictures, leave_out=self.leave_out
+        )
         print(f"wrote {self.target} ({form}), read back:\n{account.text()}\ntrain from it with --dataset {self.target}")
 
     def _run_on_recordings(self, form: str) -> None:

@@ -607,7 +607,7 @@ def test_a_relative_local_directory_and_an_interval_of_0_are_refused():
     local = LocalCheckpoints(dir="here", interval=0)
     with pytest.raises(UsageError, match=r"--local-checkpoints.interval 0 must be at least 1"):
         dataclasses.replace(debug, exp_name="x", local_checkpoints=local).check(1)
-    with pytest.raises(UsageError, match=r"--local-checkpoints.dir 'here' must be an absolute path on a disk of each"):
+    with pytest.raises(UsageError, match=r"--local-checkpoints\.dir 'here' .*absolute path"):
         dataclasses.replace(debug, exp_name="x", local_checkpoints=dataclasses.replace(local, interval=1)).check(1)
 
 

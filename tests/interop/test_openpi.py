@@ -1,6 +1,7 @@
 """openpi's checkpoint directories: read in parts, written as its own reader expects them, from a bucket too."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ def test_a_warning_says_that_openpi_has_no_such_model(golden, config, caplog):
     form.prepare(stored, config)
     assert not caplog.text
     form.prepare(stored, ActConfig(action_dim=4, state_dim=4, cameras=("base_0_rgb",)))
-    assert "openpi has no model like this one (ActConfig), and will not load this checkpoint" in caplog.text
+    assert re.search(r"openpi has no model .*ActConfig", caplog.text)
 
 
 def test_bfloat16_parameters_stay_so_on_disk(golden, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -248,7 +249,7 @@ def test_a_step_of_openpis_pytorch_trainer_gives_its_weights_and_its_pickles_are
     assert found.keys() == case.params.keys()
     for path, leaf in found.items():
         np.testing.assert_array_equal(leaf.whole(), case.params[path], err_msg=path)
-    assert "not read, since they are pickles: optimizer.pt, metadata.pt. The optimizer begins anew" in caplog.text
+    assert re.search(r"pickles: optimizer\.pt, metadata\.pt.*optimizer begins anew", caplog.text)
     assert open_checkpoint(trainers_run / "2000", case.config).norm_stats == {"robot": {"norm_stats": {}}}
     with pytest.raises(CheckpointError, match="a trainer whose optimizer state is not read, as those in PyTorch"):
         dataclasses.replace(loader, continue_training=True).load_state(case.config)

@@ -182,7 +182,7 @@ def test_each_prompt_meets_the_next_completion():
     segments = np.array([[1] * 5 + [0] * 2, [0] * 7, [2] * 3 + [0] * 4])
     weights = np.array([[0, 0, 1, 1, 1, 0, 0], [0] * 7, [0, 1, 1, 0, 0, 0, 0]], np.float32)
     positions = np.broadcast_to(np.arange(7), (3, 7))
-    found = mismatched(texts(tokens, segments, positions, weights), jnp.array([True, False, True]))
+    found = jax.jit(mismatched)(texts(tokens, segments, positions, weights), jnp.array([True, False, True]))
     assert found.segments.tolist() == [[1, 1, 1, 1, 0, 0, 0], [0] * 7, [1, 1, 1, 1, 0, 0, 0]]
     assert found.tokens[0, :4].tolist() == [11, 12, 22, 23] and found.tokens[2, :4].tolist() == [21, 13, 14, 15]
     assert found.weights.tolist() == [[0, 0, 1, 1, 0, 0, 0], [0] * 7, [0, 1, 1, 1, 0, 0, 0]]
@@ -194,12 +194,12 @@ def test_mismatched_completion_is_cut_at_the_end_of_the_row_and_a_rows_second_te
     segments = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]])
     weights = np.array([[0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1, 0]], np.float32)
     tokens = np.array([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 0]])
-    found = mismatched(texts(tokens, segments, tokens, weights), jnp.array([True, True]))
+    found = jax.jit(mismatched)(texts(tokens, segments, tokens, weights), jnp.array([True, True]))
     assert found.tokens.tolist()[0] == [1, 2, 12, 13, 14, 15] and found.tokens[1, :2].tolist() == [11, 3]
     assert found.segments.tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
     # Longer than the row: two prompt tokens and five of the completion would be seven.
     tokens[1, 5], segments[1, 5], weights[1, 5] = 16, 1, 1
-    found = mismatched(texts(tokens, segments, tokens, weights), jnp.array([True, True]))
+    found = jax.jit(mismatched)(texts(tokens, segments, tokens, weights), jnp.array([True, True]))
     assert found.tokens[0].tolist() == [1, 2, 12, 13, 14, 15] and found.weights[0].tolist() == [0, 0, 1, 1, 1, 1]
 
 

@@ -46,10 +46,11 @@ def batch_of(chunks=CHUNKS, advantages=ADVANTAGES, counts=COUNTS):
 def gradient(objective, batch, value=0.0, rows=None):
     keys = row_keys(0, 0, jnp.arange(len(batch.mask)) if rows is None else rows)
 
-    def loss(value):
+    def loss(value, batch):
         return objective.loss(Constant(value), batch, objective.norms(batch), keys)[0]
 
-    return jax.value_and_grad(loss)(jnp.full((HORIZON, DIMS), value))
+    # One program: operations alone are compiled each.
+    return jax.jit(jax.value_and_grad(loss))(jnp.full((HORIZON, DIMS), value), batch)
 
 
 @pytest.mark.slow
@@ -107,7 +108,8 @@ def test_micro_batches_add_up():
     def share(rows):
         part = jax.tree.map(lambda leaf: leaf[rows], whole)
         keys = row_keys(0, 0, part.traces.row)
-        return jax.grad(lambda value: objective.loss(Constant(value), part, norms, keys)[0])(jnp.zeros((HORIZON, DIMS)))
+        slope = jax.grad(lambda value, part: objective.loss(Constant(value), part, norms, keys)[0])
+        return jax.jit(slope)(jnp.zeros((HORIZON, DIMS)), part)
 
     parts = sum(np.asarray(share(np.array(rows))) for rows in ([0, 2], [1]))
     np.testing.assert_allclose(parts, gradient(objective, whole)[1], rtol=1e-5, atol=1e-6)

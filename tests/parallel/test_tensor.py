@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import numpy as np
@@ -237,7 +238,7 @@ def test_what_an_optimizer_keeps_of_a_parameter_is_cut_like_it_where_it_has_its_
 )
 def test_a_size_that_does_not_divide_is_told_with_what_does(tensor, wrong):
     (problem,) = Pi0Config().compute.check_tensor(tensor)
-    assert f"--sharding.tensor-devices {tensor} does not divide the model's {wrong}" in problem
+    assert re.search(f"--sharding.tensor-devices {tensor} .*{re.escape(wrong)}", problem)
     assert problem.endswith("allowed: 1, 2, 4, 8")
     assert toy.LinearConfig().compute.check_tensor(tensor)
     assert not toy.LinearConfig().compute.check_tensor(1) + Pi0Config().compute.check_tensor(8)

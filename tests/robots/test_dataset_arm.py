@@ -84,9 +84,7 @@ def test_fields_say_what_names_do_not():
         state_dims=("a", "tool"), action_dims=("a", "tool"), rate_hz=1.0, relative=True, grippers=("tool",)
     )
     assert other.delta_mask == (True, False)
-    with pytest.raises(
-        ValueError, match=r"relative-to j0 x: there is no dim x; the actions are j0, .* state's dims j0"
-    ):
+    with pytest.raises(ValueError, match=r"relative-to j0 x: .*no dim x; .* j0, .* state's dims j0"):
         _ = arm(("j0",), ("j0",), relative_to={"j0": "x"}).delta_mask
 
 
@@ -98,7 +96,7 @@ def test_dims_are_put_in_another_order_by_name():
     assert steps.state.tolist() == [[1, 2]] and steps.actions.tolist() == [[4, 5, 9]]
     assert robot.state_names == ("a", "b") and robot.action_names == ("a", "b", "claw")
     assert seen(robot, steps.state[0], steps.actions[0]) == [3, 3, 9]
-    with pytest.raises(ValueError, match=r"action-order a z: each must be one of the dataset's action dims, once: a"):
+    with pytest.raises(ValueError, match=r"action-order a z: .*action dims.*: a"):
         wrong = DatasetArm(state_dims=("a",), action_dims=("a",), rate_hz=1.0, action_order=("a", "z"))
         wrong.read({"observation/state": np.zeros((1, 1)), "action": np.zeros((1, 1))}, np.ones(1))
 

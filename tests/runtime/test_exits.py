@@ -1,6 +1,7 @@
 import collections
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def test_a_failed_file_system_is_one_line_on_the_terminal_that_names_the_file(tm
     body = f"import pathlib; logs.configure(0, pathlib.Path({str(tmp_path)!r}))"
     ended = end(f"{body}; raise OSError(5, 'Input/output error', '/runs/x/plan.json')")
     assert ended.returncode == 70 and "Traceback" not in ended.stderr
-    assert "a file system failed ([Errno 5] Input/output error: '/runs/x/plan.json'): start again" in ended.stderr
+    assert re.search(r"\[Errno 5\] .*/runs/x/plan\.json.*start again", ended.stderr)
 
 
 def test_a_lost_peer_shows_all_where_there_is_no_log_file_yet():

@@ -40,9 +40,13 @@ def nothing(*axes):
 
 def drawn(distribution, model, rows, chunk=(1, 1), is_executed=True):
     """The chains of these rows; of each the same values were executed."""
-    keys = row_keys(0, 0, jnp.asarray(rows))
-    chain = distribution.draw(model, nothing(len(rows)), draw_noise(keys, *chunk), keys)
-    return traces_of(distribution, chain.noisy, rows, is_executed)
+
+    @jax.jit  # one program: operations alone are compiled each
+    def noisy(rows):
+        keys = row_keys(0, 0, rows)
+        return distribution.draw(model, nothing(len(rows)), draw_noise(keys, *chunk), keys).noisy
+
+    return traces_of(distribution, noisy(jnp.asarray(rows)), rows, is_executed)
 
 
 def traces_of(distribution, noisy, rows, is_executed=True):
@@ -50,6 +54,11 @@ def traces_of(distribution, noisy, rows, is_executed=True):
     executed = jnp.broadcast_to(jnp.asarray(is_executed), (len(rows), 1, *noisy.shape[2:]))
     kept = {"noisy": noisy[:, None]}
     return distribution.traces(nothing(len(rows), 1), kept, executed, jnp.asarray(rows))
+
+
+def scores(distribution, model, traces):
+    """Scored as a step does, in one program."""
+    return jax.jit(lambda traces: distribution.scores(model, traces))(traces)
 
 
 def gaussian(x, t, mean=0.6, std=0.5):
@@ -65,7 +74,7 @@ def test_a_drawn_chain_has_the_density_that_it_is_scored_with(corrected):
     model = Field(gaussian)
     traces = drawn(distribution, model, np.arange(8), (3, 2))
     model.calls = 0
-    found = distribution.scores(model, traces)
+    found = scores(distribution, model, traces)
     assert model.calls == 1
     noisy = np.asarray(traces.noisy[:, 0], np.float64)
     t = np.array([1.0, 0.75, 0.5, 0.25])[:, None, None]
@@ -106,7 +115,7 @@ def test_only_executed_values_count_and_ratios_and_entropies_do_not_depend_on_pa
     distribution = FlowDistribution(num_steps=2, noise=0.4, reduction=reduction)
     reduce = np.sum if reduction == "sum" else np.mean
     traces = drawn(distribution, Field(gaussian), np.arange(4), (3, 3), EXECUTED)
-    found = distribution.scores(Field(gaussian), traces)
+    found = scores(distribution, Field(gaussian), traces)
     noisy, t = np.asarray(traces.noisy[:, 0], np.float64), np.array([1.0, 0.5])[:, None, None]
     sigma = 0.4 * np.sqrt(t / 0.5)
     v = gaussian(noisy[:, :-1], t)
@@ -117,9 +126,8 @@ def test_only_executed_values_count_and_ratios_and_entropies_do_not_depend_on_pa
     np.testing.assert_allclose(found.entropy, np.broadcast_to(reduce(entropy, axis=-1), (4, 2)), rtol=1e-5)
     # In a model with more steps and dims the same.
     padded = jnp.pad(traces.noisy[:, 0], ((0, 0), (0, 0), (0, 2), (0, 4)), constant_values=3.0)
-    other = distribution.scores(
-        Field(gaussian), traces_of(distribution, padded, np.arange(4), np.pad(EXECUTED, ((0, 2), (0, 4))))
-    )
+    executed = np.pad(EXECUTED, ((0, 2), (0, 4)))
+    other = scores(distribution, Field(gaussian), traces_of(distribution, padded, np.arange(4), executed))
     np.testing.assert_allclose(other.log_prob, found.log_prob, rtol=1e-6)
     np.testing.assert_allclose(other.entropy, found.entropy, rtol=1e-6)
 
@@ -130,9 +138,11 @@ def test_rows_of_robots_with_other_dims_and_of_cut_chunks_count_their_own_values
     whole = drawn(distribution, Field(gaussian), np.arange(3), (3, 3), EXECUTED)
     others = [np.ones((3, 3), bool), EXECUTED, np.arange(9).reshape(3, 3) < 1]
     mixed = traces_of(distribution, whole.noisy[:, 0], np.arange(3), np.array(others)[:, None])
-    found = distribution.scores(Field(gaussian), mixed).log_prob
+    found = scores(distribution, Field(gaussian), mixed).log_prob
     for row, executed in enumerate(others):
-        alone = distribution.scores(Field(gaussian), traces_of(distribution, whole.noisy[:, 0], np.arange(3), executed))
+        alone = scores(
+            distribution, Field(gaussian), traces_of(distribution, whole.noisy[:, 0], np.arange(3), executed)
+        )
         np.testing.assert_allclose(found[row], alone.log_prob[row], rtol=1e-6)
 
 
@@ -140,9 +150,8 @@ def test_rows_of_robots_with_other_dims_and_of_cut_chunks_count_their_own_values
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_query_without_executed_values_has_finite_scores(reduction):
     distribution = FlowDistribution(num_steps=2, noise=0.4, reduction=reduction)
-    found = distribution.scores(
-        Field(gaussian), drawn(distribution, Field(gaussian), np.arange(2), (3, 2), is_executed=False)
-    )
+    traces = drawn(distribution, Field(gaussian), np.arange(2), (3, 2), is_executed=False)
+    found = scores(distribution, Field(gaussian), traces)
     assert not found.log_prob.any() and not found.entropy.any()
 
 
@@ -150,15 +159,15 @@ def test_a_query_without_executed_values_has_finite_scores(reduction):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_what_the_sampler_says_of_its_chain_is_what_is_scored(reduction):
     distribution, keys = FlowDistribution(num_steps=4, noise=0.4, reduction=reduction), row_keys(0, 0, jnp.arange(5))
-    _, kept = distribution.drawn(Field(gaussian), nothing(5), keys, (3, 3))
+    _, kept = jax.jit(lambda keys: distribution.drawn(Field(gaussian), nothing(5), keys, (3, 3)))(keys)
     executed = np.broadcast_to(EXECUTED, (5, 3, 3))
     said = distribution.sampling_log_probs(jax.device_get(kept), executed)
-    scored = distribution.scores(
-        Field(gaussian), traces_of(distribution, kept["noisy"], np.arange(5), EXECUTED)
-    ).log_prob
+    traces = traces_of(distribution, kept["noisy"], np.arange(5), EXECUTED)
+    scored = scores(distribution, Field(gaussian), traces).log_prob
     # Another program: rounding in units of the least deviation, 0.1.
     np.testing.assert_allclose(said, scored, rtol=1e-4, atol=1e-4)
-    still, told = FlowDistribution(num_steps=4, noise=0.0).drawn(Field(gaussian), nothing(5), keys, (3, 3))
+    without = FlowDistribution(num_steps=4, noise=0.0)
+    still, told = jax.jit(lambda keys: without.drawn(Field(gaussian), nothing(5), keys, (3, 3)))(keys)
     assert np.isfinite(still).all() and not told["log_probs"].any()
 
 
@@ -180,7 +189,7 @@ def test_without_noise_the_steps_are_those_of_euler():
     distribution, keys = FlowDistribution(num_steps=7, noise=0.0), row_keys(0, 0, jnp.arange(5))
     noise = draw_noise(keys, 3, 2)
     expected = euler(lambda x, t: gaussian(x, t[:, None, None]), noise, 7, keep=True)
-    found = distribution.draw(Field(gaussian), nothing(5), noise, keys).noisy
+    found = jax.jit(lambda noise: distribution.draw(Field(gaussian), nothing(5), noise, keys).noisy)(noise)
     # Another program: the last bits.
     np.testing.assert_allclose(found, expected.noisy, atol=1e-6)
 
@@ -195,10 +204,11 @@ def test_score_function_gradient_is_the_closed_form_only_with_all_steps():
     traces = drawn(distribution, model(0.8), np.arange(100_000))
     noisy = traces.noisy[:, 0, :, 0, 0]
 
-    def log_probs(slope):
-        return distribution.scores(model(slope), traces).log_prob
+    @jax.jit
+    def score_of(slope, traces):
+        return jax.jvp(lambda slope: distribution.scores(model(slope), traces).log_prob, (slope,), (1.0,))[1]
 
-    _, score = jax.jvp(log_probs, (0.8,), (1.0,))
+    score = score_of(0.8, traces)
 
     def gradient(ends, score):
         reward = -((ends - 1) ** 2)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -228,7 +229,7 @@ def test_a_run_with_a_class_that_is_gone_goes_on_with_the_flags_alone(asked, wor
     value["lr_schedule"]["__class__"] = "OldSchedule"
     (run / "experiment.json").write_text(json.dumps(value))
     assert asked("debug", *words, "--resume", "--batch-size", "2").batch_size == 2
-    assert "goes on with the flags that are given alone: experiment.lr_schedule is a OldSchedule" in caplog.text
+    assert re.search(r"flags that are given alone: experiment\.lr_schedule .*OldSchedule", caplog.text)
 
 
 def test_a_name_of_several_experiments_finds_its_run_without_the_dataset(asked, words, tmp_path):

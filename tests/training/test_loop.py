@@ -89,7 +89,7 @@ def test_a_resumed_run_takes_the_steps_that_are_left():
 
 def test_a_stop_saves_without_evaluating_and_says_how_to_go_on():
     run = NotingRun(stop_at=3)
-    with pytest.raises(Preempted, match="stopped after step 3 of 6 with a good checkpoint; continue with --resume"):
+    with pytest.raises(Preempted, match=r"step 3 of 6 .*--resume"):
         train(run)
     assert run.events[-4:] == [("log", 3), "check", ("save", 3), "finish"]
 

@@ -136,8 +136,9 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
         draws=request.draws_per_row,
         assets_dir=request.assets_dir,
     )
-    told = {"tokenizer": tokens_fingerprint(model, tokenizer), "token_files": token_files(model, tokenizer)}
-    return dataclasses.replace(data, **told)
+    return dataclasses.replace(
+        data, tokenizer=tokens_fingerprint(model, tokenizer), token_files=token_files(model, tokenizer)
+    )
 
 
 def open_data(

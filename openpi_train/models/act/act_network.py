@@ -72,7 +72,7 @@ class PackedAttention(nnx.Module):
 class FeedForward(nnx.Module):
     """Two dense layers around a ReLU."""
 
-    def __init__(self, config: "ActConfig", init: Any, *, rngs: nnx.Rngs):
+    def __init__(self, config: "ActConfig", init: nnx.Initializer, *, rngs: nnx.Rngs):
         self.dropout, dtype = config.dropout, config.compute.dtype
         self.up = nnx.Linear(config.dim_model, config.dim_feedforward, kernel_init=init, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(config.dim_feedforward, config.dim_model, kernel_init=init, dtype=dtype, rngs=rngs)

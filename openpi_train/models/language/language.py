@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from openpi_train.fields import at_least
+from openpi_train.json_object import JsonObject
 from openpi_train.models.compute import Compute
 from openpi_train.models.compute_config import TransformerConfig
 from openpi_train.models.language.hf_config import Family, family_of, sizes_of

@@ -5,7 +5,7 @@ Read next: `accompanied.py`, `objectives/preference_pairs.py`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from flax import nnx

@@ -43,11 +43,9 @@ def test_what_is_not_indexed_is_told_and_what_is_is_read_as_the_run_does(tmp_pat
 
 
 def test_a_model_of_other_dims_than_the_robots_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"14 action dims, the model takes 7 and pads none: set --model.action-dim 14"):
+    with pytest.raises(DataError, match=r"14 action dims, .* 7 .*--model\.action-dim 14"):
         data(tmp_path).examine(ActConfig(action_dim=7))
-    with pytest.raises(
-        DataError, match=r"robot has 14 state dims, the model takes 6 and pads none: set --model.state-dim"
-    ):
+    with pytest.raises(DataError, match=r"14 state dims, .* 6 .*--model\.state-dim"):
         data(tmp_path).examine(ActConfig(action_dim=14, state_dim=6))
     with pytest.raises(DataError, match=r"14 state dims, the model takes 8: set --model.action-dim 14 or more"):
         data(tmp_path).examine(Pi0Config(action_dim=8))

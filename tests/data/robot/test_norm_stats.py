@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+import re
 
 import numpy as np
 import pydantic
@@ -177,7 +178,7 @@ def test_degenerate_dims_are_named_in_a_warning_each_time(tmp_path, caplog):
     for _ in range(2):
         caplog.clear()
         kept_stats([window], [1.0], folder=tmp_path / "arm")
-        assert "norm stats of arm: nearly constant or seldom moving dims of state: z_m (std = 0" in caplog.text
+        assert re.search(r"norm stats of arm: .*state: z_m \(std = 0", caplog.text)
 
 
 def test_the_file_is_read_back_as_written(tmp_path):
@@ -215,7 +216,7 @@ def test_given_stats_are_used_and_guarded(tmp_path, open_small, caplog):
     stats = opened.norm_stats["FakeData"]["state"]
     np.testing.assert_allclose(stats.std, [1.0] * 6 + [2e-3 * 2], rtol=1e-12)
     assert (stats.q01[6], stats.q99[6]) == (-1, 1)
-    assert "dims of state: gripper_fraction (q99 - q01 = 0: replaced by the full range; std = 0: raised)" in caplog.text
+    assert re.search(r"state: gripper_fraction \(q99 - q01 = 0: .*full range; std = 0: raised", caplog.text)
 
 
 @pytest.mark.parametrize("form", ["z_score", "quantile"])

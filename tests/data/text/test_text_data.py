@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -189,14 +190,14 @@ def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
     assert texts_in(rows_of(data.train)) == sorted(expected)
     if truncation == "drop":
         dropped = 60 - len(expected)
-        assert f"more than 6 tokens, which are dropped: {dropped} of 60; the first: set0.jsonl:" in caplog.text
+        assert re.search(rf"6 tokens, .*dropped: {dropped} of 60; .*set0\.jsonl:", caplog.text)
 
 
 def test_a_text_without_targets_is_an_error_or_dropped(made, caplog):
     long = {"prompt": " ".join(WORDS), "completion": " four"}
     with pytest.raises(
         ValueError,
-        match=r"set0, set0\.jsonl:61: its prompt has \d+ tokens, which leaves no target in --data\.max-length 24 "
+        match=r"set0, set0\.jsonl:61: .*--data\.max-length 24 "
         r"\(samples without targets: 1\)\. Raise .*--data\.truncation keep_end.*--data\.on-no-targets drop",
     ):
         made([*SUMS, long], max_length=24, validation_fraction=0.0)

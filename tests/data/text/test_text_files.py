@@ -3,6 +3,7 @@
 import errno
 import gzip
 import json
+import re
 import shutil
 import types
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_split_is_a_word_of_the_files_name_or_a_folders_whole_name(tmp_path, n
 
 def test_a_file_of_another_split_than_its_folder_is_told(tmp_path, caplog):
     find_files(folder(tmp_path, "train/a.jsonl", "train/test_a.jsonl"), "train")
-    assert "train/test_a.jsonl is not read for the split train: the file's own name says another" in caplog.text
+    assert re.search(r"train/test_a\.jsonl is not read .*split train", caplog.text)
 
 
 def test_linked_folders_are_entered_and_what_is_read_at_its_place_is_not_read_again(tmp_path):
@@ -113,7 +114,7 @@ def test_what_save_to_disk_of_the_datasets_library_wrote_is_read(tmp_path):
         shutil.copy(tmp_path / "flat" / "data-00000-of-00001.arrow", tmp_path / "flat" / stale)
     assert contents("train", tmp_path / "flat") == contents("train", SAVED / "flat")
     (tmp_path / "flat" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(BadRecord, match=r"flat lacks data-00000-of-00001\.arrow, which its state\.json lists; copy or"):
+    with pytest.raises(BadRecord, match=r"flat lacks data-00000-of-00001\.arrow.*state\.json"):
         find_files(str(tmp_path / "flat"))
     (tmp_path / "flat" / "state.json").write_text("[]")
     with pytest.raises(BadRecord, match=r"state\.json is none of a dataset that save_to_disk"):

@@ -325,11 +325,11 @@ def test_an_entry_that_a_column_lacks_is_said(tmp_path):
 
 
 def test_what_a_run_cannot_use_or_find_is_said(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"dataset of prompt/completion; this run takes preference: set --data\.kind"):
+    with pytest.raises(ValueError, match=r"prompt/completion; .*preference: .*--data\.kind"):
         cache(folder, kinds=["preference"]).open()
     with pytest.raises(BadRecord, match=r"has no answer, which --data\.datasets\.N\.columns names; it has"):
         cache(folder, columns={"completion": "answer"}).open()
-    with pytest.raises(BadRecord, match=r"no text in sums .*all 25 records are bad; the first: sums, train-0.jsonl:1"):
+    with pytest.raises(BadRecord, match=r"sums .*25 records .*sums, train-0\.jsonl:1"):
         cache(folder, columns={"completion": "answer"}, on_bad_record="skip").open()
     write(folder / "train-0.jsonl", [])
     (folder / "train-1.jsonl").unlink()

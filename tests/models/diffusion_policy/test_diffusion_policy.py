@@ -72,18 +72,14 @@ def test_rows_are_what_the_config_says():
     )
     window = CONFIG.rows.window
     assert (window.history, window.first_action, window.pad_before, window.pad_after) == (2, -1, 1, 3)
-    with pytest.raises(
-        ValueError, match=r"cameras front, wrist, the run's robots fill front: set --model.cameras front"
-    ):
+    with pytest.raises(ValueError, match=r"cameras front, wrist, .*--model\.cameras front"):
         CONFIG.rows.batch_spec(ROWS, ["front"])
 
 
 def test_dims_are_never_padded():
     exact, row = ExactDims(3, 2), {"actions": np.zeros((8, 3)), "state": np.zeros((2, 2))}
     assert exact(row)["dim_mask"].all()
-    with pytest.raises(
-        ValueError, match=r"robot has 4 action dims, the model takes 3 and pads none: set --model.action-dim 4"
-    ):
+    with pytest.raises(ValueError, match=r"4 action dims, .* 3 .*--model\.action-dim 4"):
         exact(row | {"actions": np.zeros((8, 4))})
 
 

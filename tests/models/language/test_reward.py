@@ -123,6 +123,6 @@ def test_models_without_a_reference_are_named():
     (problem,) = LANGUAGE.check_objective("PreferencePairs", needs)
     assert "has none: train an adapter (--model.adapter.rank 16)" in problem
     (problem,) = REWARD.check_objective("PreferencePairs", needs)
-    assert "needs reference, token_scores, which model RewardConfig does not provide" in problem
+    assert re.search("reference, token_scores, .*RewardConfig", problem)
     with pytest.raises(ValueError, match="is its own reference"):
         ReferencedConfig(policy=ADAPTED)

@@ -143,7 +143,7 @@ def test_rows_that_fill_up_the_vocabulary_are_left_out_and_said(tmp_path, caplog
     filled = in_memory(np.concatenate([table, np.full((64, table.shape[1]), 7, np.float32)]))
     caplog.set_level("INFO")
     assert_same(load(write(tmp_path / "m", {**tensors(), TABLE: filled})), loaded())
-    assert "the last 64 rows of the embedding table, beyond the model's 64, are left out" in caplog.text
+    assert re.search(r"last 64 rows of the embedding table, .*64, are left out", caplog.text)
     more = in_memory(np.concatenate([filled.whole(), table[:1]]))
     with pytest.raises(CheckpointError, match=r"--model.vocab-size"):
         load(write(tmp_path / "more", {**tensors(), TABLE: more}))

@@ -154,7 +154,7 @@ def test_a_feature_that_is_not_described_is_named_and_whole_floats_are_whole(bro
     copy.edit_info(features={**features, "action": {**features["action"], "shape": [7.0]}}, chunks_size=1000.0)
     assert copy.open().fingerprint == before.fingerprint
     copy.edit_info(features={**features, "action": {**features["action"], **entry}})
-    with pytest.raises(ValueError, match=r"info\.json: the feature action needs a dtype, and a shape of whole numbers"):
+    with pytest.raises(ValueError, match=r"info\.json: .*action .*dtype.* shape"):
         copy.open()
 
 

@@ -98,7 +98,5 @@ def test_columns_with_rows_of_other_lengths_or_nulls_are_left_out_by_the_row(fol
     short = pa.array([[0.0], *table["action"].to_pylist()[1:]])
     place = table.schema.get_field_index("action")
     parquet.write_table(table.set_column(place, "action", short), folder / "one" / "b.parquet")
-    with pytest.raises(
-        ValueError, match=r"has other columns.*\. action is left out of one: its rows hold 1, \d numbers"
-    ):
+    with pytest.raises(ValueError, match=r"other columns.* action .*one: .*1, \d numbers"):
         opened(folder / "one")

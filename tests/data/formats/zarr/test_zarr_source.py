@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import pickle
+import re
 import warnings
 
 import numpy as np
@@ -94,7 +95,7 @@ def test_a_decoded_copy_gives_the_same_frames_and_is_made_where_there_is_room(st
     assert not list(copies)
     with caplog.at_level(logging.INFO):
         copied, copies = opened("auto")
-    assert "v2.zarr: a picture shares its chunk with 3 others; all are kept decoded beside the index (" in caplog.text
+    assert re.search(r"v2\.zarr: .*chunk with 3 others", caplog.text)
     assert [path.stat().st_size for path in copies] == [ROWS * HEIGHT * WIDTH * 3]
     for source in (copied, pickle.loads(pickle.dumps(copied))):
         np.testing.assert_array_equal(source.frames(steps, "head_camera"), plain.frames(steps, "head_camera"))
