@@ -38,8 +38,9 @@ def _reconstruction(model: Network, batch: Batch) -> jax.Array:
     return model.reconstruct(batch.observation, batch.actions, batch.action_mask, noise)[0]
 
 
+Probe = Callable[[Network, Batch], jax.Array]
 # Probe for each capability (`ModelConfig.provides`): (the built module, inputs) -> outputs.
-PROBES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
+PROBES: Mapping[str, Probe] = {
     "velocity": _velocity,
     "reconstruction": _reconstruction,
     "logits": lambda model, batch: model.token_log_probs(batch.observation)[0],
@@ -108,14 +109,16 @@ def num_values(leaves: Mapping[str, StoredLeaf]) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
-def _outputs(probe: Callable[[Any, Any], jax.Array], model: ModelConfig, params: Leaves, batch: Any) -> jax.Array:
+def _outputs(
+    probe: Callable[[Network, Batch], jax.Array], model: ModelConfig, params: Leaves, batch: Batch
+) -> jax.Array:
     model = model.with_compute(attention="auto")  # which every device has
     graphdef = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))))[0]
     arrays = {path: jnp.asarray(leaf.whole(), jnp.float32) for path, leaf in params.items()}
     return jax.jit(lambda arrays, batch: probe(merge_module(graphdef, arrays), batch))(arrays, batch)
 
 
-def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Any:
+def _fixed_batch(model: ModelConfig, cameras: Sequence[str]) -> Batch:
     """The inputs of a model's probes; None for a kind of model that has none."""
     random = np.random.default_rng(0)
     if (language := language_of(model)) is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from openpi_train.parallel.params import ParamLeaves
+
 
 def _own_name(path: str) -> str:
     return path
@@ -50,7 +52,7 @@ class ParamRules:
     frozen: Callable[[str], bool] = _none
     frozen_dtype: Callable[[str], Any] = _bfloat16
     explain: Callable[[list[str], list[str], list[str]], list[str]] = _no_advice
-    merge_lora: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    merge_lora: Callable[[ParamLeaves], dict[str, Any]] = dict
 
     def published_below(self, name: str) -> "ParamRules":
         """The same, but that published names begin with `name`."""
@@ -76,7 +78,7 @@ class ParamRules:
             rules, below = found(path)
             return rules.frozen_dtype(below)
 
-        def merge_lora(params: Mapping[str, Any]) -> dict[str, Any]:
+        def merge_lora(params: ParamLeaves) -> dict[str, Any]:
             merged: dict[str, Any] = {}
             for prefix, rules in parts.items():
                 below = {path.removeprefix(prefix): leaf for path, leaf in params.items() if path.startswith(prefix)}

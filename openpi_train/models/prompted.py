@@ -25,6 +25,7 @@ from openpi_train.models.row_text import RowText
 from openpi_train.nn.gemma_sizes import GemmaConfig, GemmaOverrides
 from openpi_train.nn.lora import merge_lora
 from openpi_train.nn.siglip import SiglipConfig, float_images
+from openpi_train.parallel.params import ParamLeaves
 from openpi_train.types import TOKEN_MASKS, ActionBatch, Observation, RolloutBatch, action_batch
 
 # The sizes of image tower and decoders that tensor groups share out.
@@ -108,7 +109,7 @@ class GemmaPolicyConfig(PromptedConfig):
     def without_lora(self) -> "GemmaPolicyConfig":
         return dataclasses.replace(self, language=self.language.without_lora())
 
-    def _merge_lora(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge_lora(self, params: ParamLeaves) -> dict[str, Any]:
         """For its `ParamRules`: all parameters by path, LoRA's additions folded into the weights."""
 
         def scale(name: str) -> float:
@@ -185,7 +186,7 @@ class PromptedRows(RowFormat):
     def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         return self.text.prompt_tokens(tokenizer, prompt, num_state_dims)
 
-    def chunk_tokenizer(self, tokenizer: Any) -> Any:
+    def chunk_tokenizer(self, tokenizer: PromptTokenizer) -> Any:
         return self.text.chunk_tokenizer(tokenizer)
 
 

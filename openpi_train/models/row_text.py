@@ -41,7 +41,7 @@ class RowText(abc.ABC):
         del tokenizer
         return 0
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         """Maximum number of tokens with this instruction, without those of the chunk (`RowFormat.prompt_tokens`)."""
         return min(self.longest_prompt(tokenizer, prompt, num_state_dims), self.limit)
 

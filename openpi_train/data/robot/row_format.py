@@ -6,12 +6,16 @@ A policy's config says its format by `PolicyConfig.rows`. Read next: `models/exa
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from openpi_train.data.robot.normalize import Form
 from openpi_train.data.robot.rows import RowTransform
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.data.tokenizers.fast_tokenizer import FastTokenizer
+from openpi_train.data.tokenizers.prompt_tokenizer import PromptTokenizer
+
+if TYPE_CHECKING:  # it imports jax, which data workers do without
+    from openpi_train.types import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class RowFormat(abc.ABC):
         """
 
     @abc.abstractmethod
-    def transforms(self, tokenizer: Any, text_length: int | None = None) -> tuple[RowTransform, ...]:
+    def transforms(self, tokenizer: PromptTokenizer, text_length: int | None = None) -> tuple[RowTransform, ...]:
         """The host steps from a normalised row to the arrays of `batch_spec`, in order (numpy in, numpy out)."""
 
     def check_dims(self, num_state_dims: int, num_action_dims: int) -> None:  # noqa: B027, most take all
@@ -50,7 +54,7 @@ class RowFormat(abc.ABC):
         """The most text tokens of a row, padding included; None for a model without text (default)."""
         return None
 
-    def text_length(self, tokenizer: Any, prompts: Iterable[tuple[str, int]]) -> int | None:
+    def text_length(self, tokenizer: PromptTokenizer, prompts: Iterable[tuple[str, int]]) -> int | None:
         """The text tokens of a row that the longest of these prompts needs (default: `text_limit`).
 
         Each prompt comes with the number of state dims of its robot. Padding beyond that length changes no result.
@@ -58,7 +62,7 @@ class RowFormat(abc.ABC):
         del tokenizer, prompts
         return self.text_limit
 
-    def prompt_tokens(self, tokenizer: Any, prompt: str, num_state_dims: int) -> int:
+    def prompt_tokens(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
         """The most tokens of a row's text with this instruction, but for those of its chunk (default: 0).
 
         `num_state_dims` are those of its robot. Asked for only where there is a `text_limit`.
@@ -66,7 +70,7 @@ class RowFormat(abc.ABC):
         del tokenizer, prompt, num_state_dims
         return 0
 
-    def chunk_tokenizer(self, tokenizer: Any) -> FastTokenizer | None:
+    def chunk_tokenizer(self, tokenizer: PromptTokenizer) -> FastTokenizer | None:
         """What makes the tokens of a chunk with which a row's text goes on; None: it does not (default)."""
         del tokenizer
         return None
@@ -79,4 +83,4 @@ class RowModel(Protocol):
     @property
     def rows(self) -> RowFormat: ...
 
-    def num_tokens_seen(self, batch: Any, draws: int = 1) -> Any: ...
+    def num_tokens_seen(self, batch: "Batch", draws: int = 1) -> Any: ...

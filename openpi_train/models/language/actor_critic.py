@@ -4,7 +4,6 @@ Read next: `accompanied.py`, `reward.py`, `objectives/policy_gradient.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -14,6 +13,7 @@ from openpi_train.models.language.accompanied import CRITIC, POLICY, REFERENCE, 
 from openpi_train.models.language.reward import RewardConfig, RewardModel
 from openpi_train.models.model_config import Base
 from openpi_train.models.param_rules import ParamRules
+from openpi_train.parallel.params import ParamLeaves
 
 
 class ActorAndCritic(AccompaniedPolicy):
@@ -70,7 +70,7 @@ class ActorCriticConfig(AccompaniedConfig):
         """The policy's model: all parts start from the same, but for the critic's head, which is newly made."""
         parts = (POLICY, REFERENCE) if self.with_reference else (POLICY,)
 
-        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+        def start(params: ParamLeaves) -> dict[str, Any]:
             found = {part + path: leaf for part in parts for path, leaf in params.items()}
             return found | {CRITIC + path: leaf for path, leaf in self.critic.base.start(params).items()}
 

@@ -5,7 +5,7 @@ Read next: `accompanied.py`, `objectives/preference_pairs.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -13,6 +13,7 @@ from flax import nnx
 from openpi_train.models.language.accompanied import POLICY, REFERENCE, AccompaniedConfig, AccompaniedPolicy
 from openpi_train.models.language.language import LanguageConfig
 from openpi_train.models.model_config import Base
+from openpi_train.parallel.params import ParamLeaves
 
 
 class PolicyAndReference(AccompaniedPolicy):
@@ -47,7 +48,7 @@ class ReferencedConfig(AccompaniedConfig):
     def base(self) -> Base:
         """The policy's model: policy and reference start from the same."""
 
-        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+        def start(params: ParamLeaves) -> dict[str, Any]:
             return {part + path: leaf for part in (POLICY, REFERENCE) for path, leaf in params.items()}
 
         return Base(model=self.policy, start=start)

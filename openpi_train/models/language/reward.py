@@ -1,7 +1,7 @@
 """Reward models: a language model whose last token of a text is given a score. Read next: `language.py`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +13,7 @@ from openpi_train.models.language.language import LanguageConfig
 from openpi_train.models.language.language_part import LanguageBasedConfig
 from openpi_train.models.model_config import Base
 from openpi_train.models.param_rules import ParamRules
+from openpi_train.parallel.params import ParamLeaves
 
 DECODER, SCORE_HEAD = "decoder/", "score/"
 SCORE = f"{SCORE_HEAD}weight"
@@ -95,7 +96,7 @@ class RewardConfig(LanguageBasedConfig):
     def base(self) -> Base:
         """The language model, which starts the decoder."""
 
-        def start(params: Mapping[str, Any]) -> dict[str, Any]:
+        def start(params: ParamLeaves) -> dict[str, Any]:
             return {DECODER + path: leaf for path, leaf in params.items() if path != "head"}
 
         return Base(model=self.language, start=start)
