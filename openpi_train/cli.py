@@ -107,8 +107,8 @@ def stats(argv: Sequence[str]) -> int:
     from openpi_train.tools.stats import stats_table
 
     with reported_as(DataError):
-        window = experiment.policy.rows.window
-        print(stats_table(experiment.demonstrations, shape=window, assets_dir=experiment.assets_dir))
+        data = experiment.demonstrations
+        print(stats_table(data, shape=experiment.policy.rows.window, assets_dir=experiment.assets_dir))
     return 0
 
 
