@@ -272,14 +272,16 @@ def _take_leave(code: int, reason: str) -> NoReturn:
 
 
 def _end_if_exhausted(otherwise: Callable[[Any], object]) -> Callable[[Any], object]:
-    """A hook for errors that nobody catches: one of an exhausted host ends the process.
+    """A hook for errors that nobody catches: one of an exhausted host ends a process that has taken its first steps.
 
-    Whoever waits for that thread would do so for ever: Orbax does for a write whose end could not be told it.
+    Whoever waits for that thread would do so for ever: Orbax does for a write whose end could not be told it. A server,
+    or a start whose bookkeeping finds no thread, goes on.
     """
 
     def hook(told: Any) -> object:
-        if told.exc_value is not None and is_exhausted_host(told.exc_value):
-            fail(told.exc_value)
+        error = told.exc_value
+        if error is not None and phases.has_taken_first_steps() and is_exhausted_host(error):
+            fail(error)
         return otherwise(told)
 
     return hook

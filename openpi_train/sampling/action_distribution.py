@@ -17,6 +17,8 @@ from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.distribution import Distribution
 from openpi_train.types import Network, Observation, Tree
 
+# An array on devices or on the host, or what one will be.
+AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 # What is kept of the chunks of some queries, by name; queries on the first axis.
 Kept = Mapping[str, Any]
 # The entry of it with the sampler's log-probabilities, which is no part of the traces.
@@ -61,8 +63,8 @@ class ActionDistribution(Distribution):
         self,
         observation: Observation,
         kept: Kept,
-        is_executed: Array | np.ndarray | jax.ShapeDtypeStruct,
-        row: Array | np.ndarray | jax.ShapeDtypeStruct,
+        is_executed: AnyArray,
+        row: AnyArray,
     ) -> Tree:
         """The traces that `scores` takes, of q queries in every row: all leaves but `row` are [b, q, ...]."""
 

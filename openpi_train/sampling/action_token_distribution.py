@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.fields import at_least
 from openpi_train.nn.vocabulary import TokenScores
-from openpi_train.sampling.action_distribution import LOG_PROBS, ActionDistribution, Kept, by_query
+from openpi_train.sampling.action_distribution import LOG_PROBS, ActionDistribution, AnyArray, Kept, by_query
 from openpi_train.sampling.action_sampler import ActionSampler, OwnSampler
 from openpi_train.sampling.distribution import UnitScores
 from openpi_train.types import Network, Observation, TokenChunkTraces, tree_of
@@ -82,7 +82,7 @@ class ActionTokenDistribution(ActionDistribution):
         observation: Observation,
         kept: Kept,
         is_executed: object,
-        row: Array | np.ndarray | jax.ShapeDtypeStruct,
+        row: AnyArray,
     ) -> TokenChunkTraces:
         del is_executed
         return tree_of(TokenChunkTraces, observation=observation, tokens=kept["tokens"], row=row)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.fields import at_least
 from openpi_train.keys import draw_noise, for_purpose
-from openpi_train.sampling.action_distribution import LOG_PROBS, ActionDistribution, Kept, by_query
+from openpi_train.sampling.action_distribution import LOG_PROBS, ActionDistribution, AnyArray, Kept, by_query
 from openpi_train.sampling.action_sampler import Chain
 from openpi_train.sampling.distribution import UnitScores
 from openpi_train.types import ChainTraces, Network, Observation, Tree, tree_of
@@ -94,8 +94,8 @@ class ChainDistribution(ActionDistribution):
         self,
         observation: Observation,
         kept: Kept,
-        is_executed: Array | np.ndarray | jax.ShapeDtypeStruct,
-        row: Array | np.ndarray | jax.ShapeDtypeStruct,
+        is_executed: AnyArray,
+        row: AnyArray,
     ) -> ChainTraces:
         return tree_of(ChainTraces, observation=observation, noisy=kept["noisy"], is_executed=is_executed, row=row)
 

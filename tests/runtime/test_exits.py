@@ -112,8 +112,11 @@ THREAD = "import threading; thread = threading.Thread(target={}); thread.start()
 def test_a_thread_that_an_exhausted_host_ends_is_waited_for_by_nobody(body):
     ended = end(f"exits.phases.has_taken_first_steps = lambda: True\n    {body}")
     assert ended.returncode == 70 and "MemoryError" in ended.stderr and "of a thread" in ended.stderr
-    other = end(body.replace("MemoryError", "KeyError").replace("time.sleep(20)", "sys.exit(3)"))
+    going_on = body.replace("time.sleep(20)", "sys.exit(3)")
+    other = end(f"exits.phases.has_taken_first_steps = lambda: True\n    {going_on.replace('MemoryError', 'KeyError')}")
     assert other.returncode == 3 and "KeyError" in other.stderr
+    before = end(going_on)  # a start, or a server
+    assert before.returncode == 3 and "MemoryError" in before.stderr
 
 
 def test_an_error_that_may_pass_is_no_error_of_the_users_file():
