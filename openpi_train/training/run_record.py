@@ -13,6 +13,8 @@ from openpi_train.runtime.exits import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+_told: set[Path] = set()  # damaged records that this process has warned of
+
 
 def recorded_json(run: Path) -> Mapping[str, Any] | None:
     """The experiment of a run as `as_json` stores it, from `experiment.json`; None if there is no run.
@@ -32,7 +34,9 @@ def recorded_json(run: Path) -> Mapping[str, Any] | None:
             found = _checked(read_json(run / str(step) / "meta.json")["experiment"])
         except (FileNotFoundError, ValueError, LookupError, TypeError):
             continue
-        logger.warning("%s cannot be read (%s): the experiment is that of checkpoint %d", file, damage, step)
+        if file not in _told:
+            logger.warning("%s cannot be read (%s): the experiment is that of checkpoint %d", file, damage, step)
+            _told.add(file)
         return found
     raise CheckpointError(f"{file} cannot be read ({damage}); put a copy back") from damage
 

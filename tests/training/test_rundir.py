@@ -254,6 +254,7 @@ def test_a_record_that_a_power_cut_has_emptied_is_that_of_the_newest_checkpoint(
     assert recorded_json(run.path)["seed"] == 5
     assert "the experiment is that of checkpoint 2" in caplog.text
     start(tmp_path, resume=True, seed=5)
+    assert caplog.text.count("the experiment is that of") == 1, "once"
     assert len((run.path / "experiment.json").read_bytes()) > len(whole) // 2, "the start has written it again"
 
 
