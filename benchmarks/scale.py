@@ -29,8 +29,9 @@ from openpi_train.training.prepare import whole_layout
 
 FULL, QUICK = "pi0_bridge_traj", "debug"
 PROCESSES, QUICK_PROCESSES = (64, 256, 1024), (8,)
-# Memory that a process does not share with the others: with arrays, Orbax and tensorstore have the larger part.
-_MB, _MB_WITH_ARRAYS = 20, 60
+# Memory that a process and its carrier do not share with the others: with arrays, Orbax and tensorstore have the larger
+# part.
+_MB, _MB_WITH_ARRAYS = 27, 60
 COLUMNS = ("processes", "stage", "wall s", "CPU s of process 0", "CPU s of another", "another / with fewest processes")
 HELD = ("processes", "open files of process 0", "its threads", "open files of another", "its threads ", "its own MB")
 HELD += ("manifest MB", "last one ended s after the kill", "exit codes")

@@ -18,7 +18,7 @@ from jax._src import distributed  # the service's client has no public name yet 
 
 from openpi_train.runtime import phases
 from openpi_train.runtime.exits import PeerLostError, brief
-from openpi_train.runtime.waiting import Wait
+from openpi_train.runtime.waiting import Wait, processes
 
 # Enough to read one's share of a large model's checkpoint, on a slow file system.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -202,8 +202,10 @@ def _missing(call: int) -> str:
     missing = [index for index in range(_place()[1]) if index not in present]
     if not missing:  # it has come since
         return "what another process says"
-    names = [f"{index} on {_hosts[index]}" if _hosts else str(index) for index in missing]
-    return f"process{'es' if len(missing) > 1 else ''} {', '.join(names)}"
+    on: dict[str, list[int]] = {}
+    for index in missing:
+        on.setdefault(f" on {_hosts[index]}" if _hosts else "", []).append(index)
+    return ", ".join(f"{processes(there)}{host}" for host, there in on.items())
 
 
 def _client() -> Any:

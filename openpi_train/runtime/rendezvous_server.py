@@ -25,7 +25,7 @@ from openpi_train.runtime.lines import read_line, send_line
 from openpi_train.runtime.listening import listen
 from openpi_train.runtime.peer import Peer
 from openpi_train.runtime.tunnel import Tunnels
-from openpi_train.runtime.waiting import Wait
+from openpi_train.runtime.waiting import Wait, processes
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _MOST_HEARD = 256
 # So long nobody makes room for others; of one address that has the most connections the oldest does, so that a stranger
 # who opens thousands drives out his own.
 _HEARD_S = 0.25
-_MOST_DIFFERENCES = 8
+_MOST_DIFFERENCES = _MOST_NAMED = 8
 _WARNINGS = 100
 # Delay before the next try if no connection can be accepted: a process may temporarily lack files or threads.
 _RETRY_S = 0.2
@@ -159,17 +159,16 @@ class RendezvousServer:
 
     def _missing(self, guests: Mapping[int, Guest]) -> str:
         count = self.own.process_count
-        missing: dict[str | None, list[str]] = {}
+        missing: dict[str | None, list[int]] = {}
         for index in range(1, count):
             if index not in guests:
-                missing.setdefault(self.host_of(index), []).append(str(index))
-        names = []
-        for host, indices in missing.items():
-            processes = f"process{'es' if len(indices) > 1 else ''} {', '.join(indices)}"
-            names.append(f"{host} ({processes})" if host else processes)
+                missing.setdefault(self.host_of(index), []).append(index)
+        names = [f"{host} ({processes(there)})" if host else processes(there) for host, there in missing.items()]
         number = sum(map(len, missing.values()))
-        here = ", ".join([self.own.who(), *(guest.hello.who() for _, guest in sorted(guests.items()))])
-        return f"waiting for {number} of {count} processes (here: {here}): {', '.join(names)}"
+        here = [self.own.who(), *(guest.hello.who() for _, guest in sorted(guests.items()))]
+        if len(here) > _MOST_NAMED:
+            here[_MOST_NAMED - 1 :] = [f"{len(here) - _MOST_NAMED + 1} more"]
+        return f"waiting for {number} of {count} processes (here: {', '.join(here)}): {', '.join(names)}"
 
     def _accept(self) -> None:
         while True:

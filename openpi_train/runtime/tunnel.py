@@ -8,6 +8,7 @@ jax starts: a client connects once, and gives up where that breaks.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -23,7 +24,6 @@ from pathlib import Path
 
 from openpi_train.runtime import tunnel_carrier
 from openpi_train.runtime.exits import PeerLostError, UsageError
-from openpi_train.runtime.waiting import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ _FOR_PYTHON = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 _SERVICE_S = 60.0
 # For what jax's service has said last to leave this host, and for the carrier to begin.
 _LAST_S, _CARRIER_S = 5.0, 60.0
+_LOOK_EVERY_S = 0.02
 
 
 @contextlib.contextmanager
@@ -109,6 +110,7 @@ class Tunnels:
         None on process 0 itself."""
         self._reach = reach
         self._path: Path | None = None
+        self._listens = threading.Event()  # jax's service, at the path
         self._control: socket.socket | None = None
         self._carrier: subprocess.Popen | None = None
 
@@ -116,9 +118,14 @@ class Tunnels:
     def starting(self, path: Path) -> Iterator[None]:
         """Inside of the block jax starts: its service listens at `path` on process 0, and its client calls there."""
         self._start_carrier()
-        self._path = path
         if self._reach is None:
-            yield
+            self._path = path
+            over = threading.Event()
+            threading.Thread(target=self._look_for_service, args=(over,), name="jax's service", daemon=True).start()
+            try:
+                yield
+            finally:
+                over.set()
             return
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
@@ -132,8 +139,8 @@ class Tunnels:
 
     def into_service(self, connection: socket.socket, received: bytes) -> None:
         """On process 0: carry a connection that the server has let in; `received` has already been read from it."""
-        service = Wait(_SERVICE_S).until_it_works(self._call_service, lambda: "waiting for jax to start", pause_s=0.02)
-        self.carry(connection, service, received)
+        self._listens.wait(_SERVICE_S)
+        self.carry(connection, self._call_service(), received)
 
     def carry(self, one: socket.socket, other: socket.socket, received: bytes) -> None:
         """Have passed on what either end says to the other, until one of them closes; then both are closed.
@@ -173,7 +180,7 @@ class Tunnels:
 
     def _call_service(self) -> socket.socket:
         if self._path is None:
-            raise FileNotFoundError
+            raise FileNotFoundError(errno.ENOENT, "process 0 has not begun to start jax")
         service = socket.socket(socket.AF_UNIX)
         try:
             service.connect(str(self._path))
@@ -181,6 +188,14 @@ class Tunnels:
             service.close()
             raise
         return service
+
+    def _look_for_service(self, over: threading.Event) -> None:
+        """Notice that the service listens: one thread for all who wait for it, who may be a thousand."""
+        while not over.wait(_LOOK_EVERY_S):
+            with contextlib.suppress(OSError):
+                self._call_service().close()
+                self._listens.set()
+                return
 
     def _accept(self, listener: socket.socket) -> None:
         assert self._reach is not None

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from openpi_train.fields import at_least
@@ -67,6 +67,18 @@ class Wait:
 
     def remaining_s(self) -> float:
         return max(0.0, self.timeout_s - (time.monotonic() - self.start))
+
+
+def processes(indices: Iterable[int]) -> str:
+    """Processes for people: "process 5", "processes 1, 2, 7-1023"."""
+    spans: list[list[int]] = []
+    for index in sorted(indices):
+        if spans and index == spans[-1][-1] + 1:
+            spans[-1][1:] = [index]
+        else:
+            spans.append([index])
+    words = ["-".join(map(str, span)) if span[-1] - span[0] > 1 else ", ".join(map(str, span)) for span in spans]
+    return f"{'process' if words == words[:1] and words[0].isdigit() else 'processes'} {', '.join(words)}"
 
 
 def duration(seconds: float) -> str:

@@ -58,6 +58,8 @@ class Run:
     """
 
     experiment: Experiment
+    recorded: Experiment
+    """As `experiment.json` has it: what the start chose is open there."""
     directory: Path
     trainer: Trainer
     layout: StateLayout
@@ -312,6 +314,7 @@ class Run:
             "data_position": self.feed.position(),
             "experiment": as_json(self.experiment),
             "extra": {
+                "given": as_json(self.recorded),
                 "wandb_id": self.metrics.wandb_id,
                 "unread_metrics": self.recorder.unread(),
                 "unwritten_metrics": self.metrics.unwritten(),

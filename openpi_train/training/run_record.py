@@ -31,7 +31,8 @@ def recorded_json(run: Path) -> Mapping[str, Any] | None:
         damage = error
     for step in reversed(complete_steps(run)):
         try:
-            found = _checked(read_json(run / str(step) / "meta.json")["experiment"])
+            meta = read_json(run / str(step) / "meta.json")
+            found = _checked(meta.get("given", meta["experiment"]))  # an older run's has only what its start has settled
         except (FileNotFoundError, ValueError, LookupError, TypeError):
             continue
         if file not in _told:

@@ -154,6 +154,7 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
                 checkpoints.note_metric(line["step"], held_out_loss(line))
     return Run(
         experiment=experiment,
+        recorded=settling.recorded,
         directory=directory,
         trainer=trainer,
         layout=layout,

@@ -294,3 +294,16 @@ def test_a_start_without_a_secret_says_so_once(folder, free_port, tmp_path, capl
     assert meet_all(world_of(free_port, 0, 2), world_of(free_port, 1, 2), shared_folder=folder) == [None, None]
     (told,) = [record.message for record in caplog.records if "share no secret" in record.message]
     assert f"whoever reaches port {free_port} can end this run" in told
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([5], "process 5"),
+        ([2, 1], "processes 1, 2"),
+        ([7, 1, 2, 3], "processes 1-3, 7"),
+        (range(1, 1024), "processes 1-1023"),
+    ],
+)
+def test_many_processes_are_named_in_few_words(indices, text):
+    assert waiting.processes(indices) == text

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -141,6 +142,36 @@ def test_process_zero_hands_on_the_last_words_of_its_service_before_it_leaves():
         tunnels.close()
         reader.join(60)
         assert found == [b"y" * 1_000_000]
+
+
+def test_callers_before_the_service_listens_wait_without_calling_it_one_by_one(monkeypatch):
+    """A thousand that did so kept process 0 from starting jax."""
+    tunnels, calls = Tunnels(), []
+    call = Tunnels._call_service
+    monkeypatch.setattr(Tunnels, "_call_service", lambda of: calls.append(threading.current_thread().name) or call(of))
+    with contextlib.ExitStack() as stack:
+        callers = [ends(stack) for _ in range(20)]
+        waiting = [threading.Thread(target=tunnels.into_service, args=(near, b"I am ")) for _, near in callers]
+        for thread in waiting:
+            thread.start()
+        path = stack.enter_context(private_socket())
+        stack.enter_context(tunnels.starting(path))
+        time.sleep(0.3)
+        assert set(calls) == {"jax's service"}
+        service = stack.enter_context(socket.socket(socket.AF_UNIX))
+        service.bind(str(path))
+        service.listen(64)
+        for number, ((client, _), thread) in enumerate(zip(callers, waiting, strict=True)):
+            thread.join(60)
+            client.sendall(f"caller {number}".encode())
+            client.shutdown(socket.SHUT_WR)
+        said = set()
+        while len(said) < 20:
+            with service.accept()[0] as connection:
+                connection.settimeout(60)
+                said |= {heard(connection)} - {b""}  # b"": whether it listens
+        assert said == {f"I am caller {number}".encode() for number in range(20)}
+        tunnels.close()
 
 
 def test_a_client_is_carried_to_the_connection_that_the_door_has_let_in():

@@ -246,7 +246,8 @@ def test_torn_experiment_record_is_an_error(tmp_path):
 
 def test_a_record_that_a_power_cut_has_emptied_is_that_of_the_newest_checkpoint(tmp_path, caplog):
     run = start(tmp_path)
-    for step, content in (("2", {"experiment": as_json(given(tmp_path, seed=5))}), ("4", {})):
+    settled, as_given = (as_json(given(tmp_path, seed=seed)) for seed in (6, 5))
+    for step, content in (("2", {"experiment": settled, "given": as_given}), ("4", {})):
         write_json(run.path / step / "meta.json", content)
         write_manifest(run.path / step)
     whole = (run.path / "experiment.json").read_bytes()
