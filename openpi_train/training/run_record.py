@@ -32,7 +32,7 @@ def recorded_json(run: Path) -> Mapping[str, Any] | None:
     for step in reversed(complete_steps(run)):
         try:
             meta = read_json(run / str(step) / "meta.json")
-            found = _checked(meta.get("given", meta["experiment"]))  # an older run's has only what its start has settled
+            found = _checked(meta.get("given", meta["experiment"]))  # an older run's: as settled
         except (FileNotFoundError, ValueError, LookupError, TypeError):
             continue
         if file not in _told:
