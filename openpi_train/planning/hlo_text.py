@@ -58,19 +58,32 @@ class HloArray:
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    """One instruction. `results` are the arrays of its result, those of nested tuples one after the other.
+    """One instruction, as texts: of most of a program's nobody asks more than the operation.
 
-    `operands` are names of instructions of the same computation; `attributes` is the rest of the line.
+    `shape` is its result's, `inside` what its parentheses hold, `attributes` the rest of the line.
     """
 
     name: str
     opcode: str
-    results: tuple[HloArray, ...]
-    operands: tuple[str, ...]
+    shape: str
+    inside: str
     attributes: str
     is_root: bool = False
-    number: int = 0
-    """A parameter's number."""
+
+    @functools.cached_property
+    def results(self) -> tuple[HloArray, ...]:
+        """The arrays of its result, those of nested tuples one after the other."""
+        return arrays_in(self.shape)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of instructions of the same computation."""
+        return () if self.opcode == "parameter" else tuple(re.findall(r"%([\w.\-]+)", self.inside))
+
+    @property
+    def number(self) -> int:
+        """A parameter's number; 0 of others."""
+        return int(self.inside) if self.opcode == "parameter" else 0
 
     @property
     def result_bytes(self) -> float:
@@ -164,16 +177,7 @@ def _instruction(line: str) -> HloInstruction | None:
         return None
     root, name, shape, opcode, rest = found.groups()
     inside, _, attributes = rest.partition(")")
-    is_parameter = opcode == "parameter"
-    return HloInstruction(
-        name=name,
-        opcode=opcode,
-        results=arrays_in(shape),
-        operands=() if is_parameter else tuple(re.findall(r"%([\w.\-]+)", inside)),
-        attributes=attributes,
-        is_root=root is not None,
-        number=int(inside) if is_parameter else 0,
-    )
+    return HloInstruction(name, opcode, shape, inside, attributes, is_root=root is not None)
 
 
 def _mesh_groups(axes: str, chosen: str) -> np.ndarray:

@@ -81,7 +81,7 @@ class Programs:
             started = time.perf_counter()
             traced = self._step_for(batch)
             compiled = traced.lower().compile()
-            hlo: Any = compiled.as_text()  # a text, of the backends that train
+            hlo = (compiled.as_text() or "") if jax.device_count() > 1 else ""  # one device sends nothing
             program = Program.of(traced.jaxpr, hlo, time.perf_counter() - started)
             logger.info("compiled the training step in %.1f s: %s", program.compile_s, program.line())
             self._steps[_shapes(batch)] = compiled, program
@@ -112,7 +112,7 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 def _sent_bytes(hlo: str) -> dict[str, float] | None:
     sent: dict[str, float] = {}
     try:
-        for one in collectives(hlo, jax.device_count()):
+        for one in collectives(hlo, jax.device_count()) if hlo else ():
             sent[one.kind] = sent.get(one.kind, 0.0) + one.sent_bytes
     except ValueError as error:
         logger.warning("how much a step sends is unknown: %s", error)
