@@ -3,6 +3,8 @@
 Nothing heavy is imported before the arguments are parsed, so `--help` is fast.
 """
 
+import importlib.metadata
+import itertools
 import logging
 import os
 import sys
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 USAGE_TEXT = """\
-usage: python -m openpi_train <experiment> --exp-name NAME [--any.field value ...]
-       python -m openpi_train my_runs.py:NAME --exp-name NAME
+usage: python -m openpi_train [train] <experiment> --exp-name NAME [--any.field value ...]
+       python -m openpi_train [train] my_runs.py:NAME --exp-name NAME
        python -m openpi_train <verb> ...
 
 Train an experiment, or run one of the verbs:
@@ -48,6 +50,11 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(), end="")
         return 0 if argv else USAGE
+    if argv[0] == "--version":
+        print(f"openpi_train {importlib.metadata.version('openpi_train')}")
+        return 0
+    if argv[0] == "train" and argv[1:]:
+        argv = argv[1:]
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
         if preflight.devices() is not None and verb not in (*TRAINING, "eval"):
@@ -78,6 +85,10 @@ def _train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment of this name. Raises UsageError if it is neither that nor a verb."""
     from openpi_train import registry
 
+    if name == "train":
+        raise UsageError(
+            "train what? Name an experiment (python -m openpi_train list) or a file of yours (runs.py:NAME)"
+        )
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     return train(name, argv)
@@ -92,8 +103,10 @@ def list_experiments(argv: Sequence[str]) -> int:
     parse(ListRequest, argv, "list")
     found = registry.entries()
     width = max(map(len, found), default=0)
-    for name, entry in found.items():
-        print(f"{name:<{width}}  {entry.summary}")
+    for file, group in itertools.groupby(found.values(), key=lambda entry: entry.file):
+        print(f"\n{registry.title(file)}")
+        for entry in group:
+            print(f"  {entry.name:<{width}}  {entry.summary}")
     return 0
 
 

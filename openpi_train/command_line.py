@@ -26,6 +26,34 @@ from openpi_train.runtime.world import WorldFlags
 T = TypeVar("T")
 # For a tuple of dataclasses: flags without the dataclass's name as prefix.
 Own = Annotated[T, tyro.conf.arg(name="")]
+_TYPES = tyro.constructors.ConstructorRegistry()
+
+
+@_TYPES.primitive_rule
+def _whole_numbers(
+    type_info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[int] | None:
+    """Flags that are whole numbers."""
+    if type_info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def whole_number(word: str) -> int:
+    """The number of a word such as "10000", "10_000" or "1e4". Raises ValueError if it is none, or not a whole one."""
+    try:
+        return int(word)
+    except ValueError:
+        number = float(word)
+    if not number.is_integer():
+        raise ValueError(f"{word} is not a whole number")
+    return int(number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,14 +127,14 @@ def parse(kind: Callable[..., T], argv: Sequence[str], command: str, about: str 
     Exits with code 2 for an unknown flag, naming the closest ones, and for a value of the wrong type. Raises UsageError
     for values that `at_least` or `Request.check` forbid.
     """
-    return _checked(tyro.cli(kind, args=argv, **_options(command, about)))
+    return _checked(tyro.cli(kind, args=argv, registry=_TYPES, **_options(command, about)))
 
 
 def parse_known(
     kind: Callable[..., T], argv: Sequence[str], command: str, about: str | None = None, add_help: bool = True
 ) -> tuple[T, list[str]]:
     """Like `parse`; also returns the unknown words, in order."""
-    options = _options(command, about)
+    options: dict[str, Any] = {"registry": _TYPES, **_options(command, about)}
     found, rest = tyro.cli(kind, args=argv, return_unknown_args=True, add_help=add_help, **options)
     return _checked(found), rest
 
@@ -117,7 +145,8 @@ def parse_fields(kind: Any, default: Any, argv: Sequence[str], command: str, abo
     Exits with code 2 on an unknown flag, naming the closest ones, also among those of `TrainFlags` and `OverrideFlags`.
     """
     try:
-        return tyro.cli(kind, default=default, args=argv, prog=f"python -m openpi_train {command}", description=about)
+        prog = f"python -m openpi_train {command}"
+        return tyro.cli(kind, default=default, args=argv, prog=prog, description=about, registry=_TYPES)
     except SystemExit as end:
         if end.code:
             for word, flag in misspelt(argv):

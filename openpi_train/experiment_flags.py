@@ -142,6 +142,7 @@ def _built(
     may_shorten_warmup: bool,
 ) -> "Experiment":
     """The experiment with `OVERRIDES`, and then each field of `argv`, applied."""
+    from openpi_train import help_page
     from openpi_train.choice import with_rewards
     from openpi_train.command_line import OverrideFlags, Own, TrainFlags, parse_fields
     from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
@@ -161,8 +162,11 @@ def _built(
     experiment = of_one_length(experiment, argv)
     experiment = with_rewards(with_own_warmup(experiment, argv) if may_shorten_warmup else experiment, argv)
     if shows_help:  # also shows the flags that have been removed
-        everything = tuple[Own[Experiment], Own[TrainFlags], Own[OverrideFlags]]
-        parse_fields(everything, (experiment, TrainFlags(), OverrideFlags()), argv, name, about)
+        everything: Any = tuple[Own[Experiment], Own[TrainFlags], Own[OverrideFlags]]
+        values = (experiment, TrainFlags(), OverrideFlags())
+        if "--help-all" in argv:
+            parse_fields(everything, values, ["--help"], name, about)
+        help_page.show(everything, values, argv, name, about)
     return parse_fields(Experiment, experiment, argv, name, about)
 
 
@@ -178,4 +182,4 @@ def _many_fields(argv: Sequence[str], name: str) -> tuple["OverrideFlags", list[
 
 
 def wants_help(argv: Sequence[str]) -> bool:
-    return not {"-h", "--help"}.isdisjoint(argv)
+    return not {"-h", "--help", "--help-all"}.isdisjoint(argv)

@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,12 @@ def entries() -> dict[str, Entry]:
                 raise ValueError(f"experiment {entry.name!r} is defined twice: in {found[entry.name].file} and {file}")
             found[entry.name] = entry
     return found
+
+
+def title(file: Path) -> str:
+    """What a config file's experiments are: the first line of its description, up to the colon or full stop."""
+    first = (ast.get_docstring(ast.parse(file.read_text())) or file.stem).splitlines()[0]
+    return re.split(r"[:.(](?: |$)| \(", first)[0]
 
 
 def read_entries(file: Path) -> list[Entry]:

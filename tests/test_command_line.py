@@ -22,6 +22,7 @@ from openpi_train.command_line import (
     parse,
     parse_fields,
     parse_known,
+    whole_number,
 )
 from openpi_train.fields import at_least
 from openpi_train.runtime.exits import UsageError
@@ -155,3 +156,33 @@ def test_results_of_an_evaluation_do_not_go_into_a_file(tmp_path, capsys):
     for out in (tmp_path / "file", tmp_path / "file" / "results"):
         assert cli.run(["eval", "run", "--out", str(out)]) == 2
         assert f"--out {out}: {tmp_path}/file is a file; name a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "number"), [("12", 12), ("10_000", 10_000), ("1e4", 10_000), ("-2.0", -2)])
+def test_whole_numbers_may_be_written_as_people_write_them(word, number):
+    assert whole_number(word) == number and isinstance(whole_number(word), int)
+    assert parse(Count, ["there", f"--sheep={word}"], "count").sheep == number if number > 1 else True
+
+
+@pytest.mark.parametrize("word", ["1.5", "1e-4", "many", "inf", "nan"])
+def test_other_words_are_no_whole_numbers(word, capsys):
+    assert word in refused(Count, ["there", "--sheep", word], capsys)
+
+
+def test_train_may_stand_before_the_experiment_and_alone_asks_which(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(["train", "debug", "--help"])
+    assert end.value.code == 0 and "A tiny pi0 on synthetic data" in capsys.readouterr().out
+    assert cli.run(["train"]) == 2 and "train what?" in capsys.readouterr().err
+    assert cli.run(["train", "debgu"]) == 2 and "did you mean debug?" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert cli.run(["--version"]) == 0
+    assert re.fullmatch(r"openpi_train \d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_the_list_groups_experiments_by_what_they_are(capsys):
+    assert cli.run(["list"]) == 0
+    groups = [group.splitlines()[0] for group in capsys.readouterr().out.strip().split("\n\n")]
+    assert "Published language models on GSM8K" in groups and len(groups) == len(set(groups)) > 15

@@ -168,7 +168,7 @@ def check_program(arguments: list[str], seen: list[object]) -> None:
         output = printed([sys.executable, "-m", "openpi_train"], arguments, {})
         assert any(sign in output for sign in LAUNCHES), output
         arguments = arguments[arguments.index("--") + 1 :]
-    with_help = "--help" in arguments or "-h" in arguments
+    with_help = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     before = len(seen)
     try:
         code = cli.run(arguments)

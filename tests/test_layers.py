@@ -18,7 +18,7 @@ ROWS = (
     {"json_object"},
     {"fields", "faults", "former_names"},
     {"types", "keys", "runtime", "launch"},
-    {"command_line", "optim", "robots", "envs"},
+    {"command_line", "help_page", "optim", "robots", "envs"},
     {"parallel"},
     {"nn"},
     {"data", "sampling"},

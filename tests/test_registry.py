@@ -133,7 +133,7 @@ def test_every_flag_explains_itself(name, capsys, monkeypatch):
     """Each flag has a text, and no two flags of one group share it (tyro hands comments on to fields without one)."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
-        cli.parse_experiment(name, ["--help"])
+        cli.parse_experiment(name, ["--help-all"])
     options = capsys.readouterr().out.partition("[OPTIONS]")[2]  # after the process flags
     lines = [line.strip(" │") for line in options.splitlines()]
     texts: dict[str, str] = {}

@@ -115,6 +115,8 @@ def _words(start: JsonObject) -> list[str]:
     program, *words = start["argv"]
     if Path(program).name == "main.py":  # `scripts/main.py`
         words = ["posttrain", *words]
+    if words[:1] == ["train"]:
+        words = words[1:]
     if not words or words[0] == "resume":
         return []
     flags, rest = parse_known(RunFlags, words[1:], words[0], add_help=False)

@@ -62,7 +62,7 @@ def lines(text):
 
 @pytest.mark.parametrize("again", [("edited_runs.py:mine", "--exp-name", "x", "--resume"), ("resume", "RUN")])
 def test_an_edit_is_told_with_the_flag_that_takes_it(asked, again):
-    asked(asked.write(), "--exp-name", "x", "--seed", "9")
+    asked("train", asked.write(), "--exp-name", "x", "--seed", "9")
     again = tuple(word.replace("RUN", "checkpoints/mine/x") for word in again)
     assert asked(*again)[1] == "", "nothing was edited"
     asked.write(rows=16, seed=5, project="two words", board=False)

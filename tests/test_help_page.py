@@ -1,0 +1,36 @@
+"""The help of an experiment: short enough to be read, and everything behind it."""
+
+import pytest
+
+from openpi_train import cli
+
+
+def shown(capsys, *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.run(["debug", *words])
+    return end.value.code, capsys.readouterr().out
+
+
+def test_the_page_has_what_most_people_use_and_names_the_parts(capsys):
+    code, page = shown(capsys, "--help")
+    assert code == 0 and len(page.splitlines()) < 100
+    assert all(f"  {flag} " in page for flag in ("--exp-name", "--dataset", "--batch-size", "--lr-schedule.peak-lr"))
+    assert "--model.siglip.width" not in page and "model (" in page and "timeouts (7)" in page
+
+
+def test_a_part_has_all_its_flags_with_their_whole_text_and_the_experiments_values(capsys):
+    code, page = shown(capsys, "--help", "eval")
+    assert code == 0 and "--eval.closed-loop.execute" in page and "--batch-size" not in page
+    assert "None: the model's own number. [None]" in page and "(rounded up to whole batches" in page
+    assert shown(capsys, "--help", "others")[1].count("\n  --") > 30
+
+
+def test_an_unknown_part_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(["debug", "--help", "eva"])
+    assert end.value.code == 2 and "model, objective" in capsys.readouterr().err
+
+
+def test_all_is_still_to_be_had(capsys):
+    code, page = shown(capsys, "--help-all")
+    assert code == 0 and all(flag in page for flag in ("--model.siglip.width", "--timeouts.stuck-s", "--batch-size"))
