@@ -22,7 +22,6 @@ from openpi_train.planning.gpu.step_account import GpuAccount, account
 from openpi_train.planning.gpu.targets import GpuTarget, target_of
 from openpi_train.runtime.exits import DONE, UsageError
 from openpi_train.tools import gpu_programs, gpu_text
-from openpi_train.tools.plan_text import flags
 from openpi_train.tools.requests import CompileRequest
 
 
@@ -71,10 +70,10 @@ def compiled_program(
 def compile_candidate(words: Sequence[str], chosen: Forecast, machine_flags: Sequence[str]) -> GpuAccount:
     """The account of a candidate, by the verb in a process of its own.
 
-    `words` are the experiment and its flags, `machine_flags` those of the devices. Raises UsageError, with what the
-    process said, if it fails.
+    `words` are the experiment and its flags, those of the candidate too, `machine_flags` those of the devices. Raises
+    UsageError, with what the process said, if it fails.
     """
-    command = [sys.executable, "-m", "openpi_train", "compile", *words, *flags(chosen), *machine_flags, "--json"]
+    command = [sys.executable, "-m", "openpi_train", "compile", *words, *machine_flags, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != DONE:
         said = "\n".join(done.stderr.strip().splitlines()[-8:])

@@ -81,9 +81,11 @@ def main(
         machine_flags = ["--devices", num_devices, "--device-kind", machine.kind.name, "--hosts", num_hosts]
         machine_flags += ["--device-gib", machine.available_bytes / CLIENT_SHARE / GIB, "--network-gb-s", network_gb_s]
         flags = [*map(str, machine_flags)]
-        report, accounts = _judged(
-            report, lambda one: gpu_step.compile_candidate(words, one, flags), compile_all=compile_all, as_text=as_text
-        )
+
+        def compile_one(one: Forecast) -> GpuAccount:
+            return gpu_step.compile_candidate([*words, *plan_text.flags(experiment, one)], one, flags)
+
+        report, accounts = _judged(report, compile_one, compile_all=compile_all, as_text=as_text)
     if not as_text:
         print(json.dumps(_as_json(report, compiled, accounts), indent=1))
     return DONE if chosen is not None else USAGE
@@ -110,7 +112,7 @@ def _judged(
             why = f"{other.words()}, as {one.words()} needs {account.peak_bytes / GIB:.1f} GiB by the compiler"
             report = dataclasses.replace(report, recommended=other, why=why)
             if as_text:
-                print(f"\nRecommended instead: {why}\n\n  {' '.join(plan_text.flags(other))}")
+                print(f"\nRecommended instead: {why}\n\n  {' '.join(plan_text.flags(report.experiment, other))}")
     if as_text and len(accounts) > 1:
         print("\n" + gpu_text.comparison(accounts))
     return report, accounts
@@ -239,7 +241,7 @@ def _as_json(
         "candidates": [one.as_json() for one in report.forecasts],
         "recommendation": {
             "why": report.why,
-            "flags": plan_text.flags(chosen) if chosen else None,
+            "flags": plan_text.flags(report.experiment, chosen) if chosen else None,
             **({"candidate": chosen.as_json()} if chosen else {}),
         },
         "iteration": report.iteration.as_json() if report.iteration else None,

@@ -1,8 +1,12 @@
 """Formats a plan as text: three tables, the recommendation, and the compiler's figures. Read next: `plan.py`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from openpi_train.experiment import Experiment
+from openpi_train.fields import as_json, changed_fields
+from openpi_train.models.model_config import ModelConfig
+from openpi_train.parallel.remat import Remat
 from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools.compiled_memory import Compiled
@@ -54,7 +58,7 @@ def tables(report: "Report") -> str:
     if report.iteration:
         parts.append(f"By this step {report.iteration.words()}")
     if report.recommended:
-        parts.append(f"  {' '.join(flags(report.recommended))}")
+        parts.append(f"  {' '.join(flags(report.experiment, report.recommended))}")
     return "\n\n".join(parts)
 
 
@@ -72,18 +76,25 @@ def compiled(found: Compiled, chosen: Forecast) -> str:
         f"{found.program_bytes / GIB:.2f} GiB (forecast: gradients, copy and activations "
         f"{found.forecast_bytes / GIB:.2f}).\n"
         "XLA for CPUs widens much of bfloat16 to float32, has no fused attention, and its layers are in a loop: a "
-        f"GPU's own program needs less. ErrorCollector {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
+        f"GPU's own program needs less. Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
     )
 
 
-def flags(chosen: Forecast) -> list[str]:
-    """The flags to add to the command line."""
+def flags(experiment: Experiment, chosen: Forecast) -> list[str]:
+    """The flags to add to the command line of the experiment."""
     words = ["--sharding.strategy", chosen.layout.strategy]
     if 1 < chosen.layout.fsdp_devices < chosen.machine.num_devices // chosen.layout.tensor_devices:
         words += ["--fsdp-devices", str(chosen.layout.fsdp_devices)]
     if chosen.policy.remat is not None:
-        words += ["--model.remat", chosen.policy.remat]
+        words += [_remat_flag(experiment.model), chosen.policy.remat]
     return [*words, "--grad-accum", str(chosen.grad_accum)]
+
+
+def _remat_flag(model: ModelConfig) -> str:
+    """The flag of a model's rematerialisation policy: that of a reward model or of DPO is its language model's."""
+    changed = (changed_fields(as_json(model), as_json(model.with_compute(remat=one))) for one in get_args(Remat))
+    (field,) = next(filter(None, changed))
+    return f"--model.{field.replace('_', '-')}"
 
 
 def _layouts(report: "Report") -> str:

@@ -80,7 +80,7 @@ def test_the_compilers_bytes_are_compared_with_the_device(program_gib, verdict):
         compile_s=1.0,
     )
     text = plan_text.compiled(compiled, chosen)
-    assert f"ErrorCollector {program_gib + 1}.0 GiB of 64.5: {verdict}" in text and "widens much of bfloat16" in text
+    assert f"Together {program_gib + 1}.0 GiB of 64.5: {verdict}" in text and "widens much of bfloat16" in text
     assert f"own {program_gib}.00 GiB (forecast: gradients, copy and activations 3.00)" in text
 
 
@@ -164,11 +164,19 @@ def test_moments_in_host_memory_leave_room_and_take_time():
 def test_between_slow_hosts_hsdp_is_recommended_and_its_flags_are_understood():
     found = report("pi0_bridge_traj", devices=16, kind="a100-40gb", hosts=2, network_gb_s=25.0)
     assert found.recommended is not None
-    words = plan_text.flags(found.recommended)
+    words = plan_text.flags(found.experiment, found.recommended)
     assert words == ["--sharding.strategy", "hsdp", "--fsdp-devices", "8", "--model.remat", "dots", "--grad-accum", "1"]
     experiment = cli.parse_experiment("pi0_bridge_traj", ["--exp-name", "x", *words])
     experiment.check(16)
     assert (experiment.sharding.strategy, experiment.fsdp_devices) == ("hsdp", 8)
+
+
+@pytest.mark.parametrize("name", ["gsm8k_dpo_llama32_1b", "gsm8k_reward_llama32_1b", "gsm8k_grpo_qwen25_05b"])
+def test_the_flags_of_a_language_model_within_another_are_understood(name):
+    found = report(name, devices=8, kind="h100")
+    assert found.recommended is not None
+    experiment = cli.parse_experiment(name, ["--exp-name", "x", *plan_text.flags(found.experiment, found.recommended)])
+    assert experiment.model.compute.remat == found.recommended.policy.remat
 
 
 @pytest.mark.parametrize(
