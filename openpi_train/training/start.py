@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import platform
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from openpi_train.fields import as_json
 from openpi_train.interop.checkpoint_tokenizer import check_tokenizer
 from openpi_train.json_object import JsonObject
 from openpi_train.launch import status
+from openpi_train.models.language.accompanied import policy_of
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.parallel.state import TrainState
 from openpi_train.rl.rollout_feed import RolloutFeed
 from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
@@ -320,9 +323,17 @@ def make_metrics(
 
 
 def report(run: Run) -> None:
-    """Log the run's directory and results."""
+    """Log the run's directory and results, and what to type next."""
     logger.info("the run lies in %s", run.directory)
     logger.info("log: %s", logs.log_path(run.directory, jax.process_index()))
     if len(run.history) > 1:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):
             logger.info("%s", line)
+    place = shlex.quote(str(run.directory))
+    lines = [f"report {place}", f"resume {place} --num-train-steps {2 * run.experiment.num_train_steps}"]
+    if isinstance(run.experiment.model, PolicyConfig):
+        lines[1:1] = [f"eval {place}", f"serve {place}"]
+    elif policy_of(run.experiment.model) is not None:
+        lines[1:1] = [f"generate {place} --prompt TEXT", f"serve {place}"]
+    for line in lines:
+        logger.info("next: python -m openpi_train %s", line)

@@ -86,7 +86,9 @@ def test_a_run_that_fails_says_where_its_log_is_before_the_error(run, caplog):
             logs.tell_path()
     finally:
         logs.configure(0)
-    assert "log: " in (run[1] / "logs" / "process_0.log").read_text()
+    log = (run[1] / "logs" / "process_0.log").read_text()
+    assert "log: " in log
+    assert all(f"next: python -m openpi_train {verb} {run[1]}" in log for verb in ("report", "eval", "serve", "resume"))
 
 
 def test_the_scripts_ask_for_the_links_of_their_guides():
