@@ -49,7 +49,10 @@ def test_it_starts_from_the_weights_and_records_the_sizes(base):
     run = base / "runs" / "sft" / "x"
     recorded = json.loads((run / "experiment.json").read_text())["model"]
     assert recorded["sizes"]["width"] == MODEL.sizes.width and recorded["path"] == str(base / "published")
-    assert "start weights: " in (run / "logs" / "process_0.log").read_text()
+    log = (run / "logs" / "process_0.log").read_text()
+    assert "start weights: " in log
+    verbs = ("report", "generate", "serve", "resume")
+    assert all(f"next: python -m openpi_train {verb} {run}" in log for verb in verbs)
 
 
 def test_a_run_goes_on_whatever_has_become_of_the_model(base, tmp_path):

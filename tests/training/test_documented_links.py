@@ -86,9 +86,7 @@ def test_a_run_that_fails_says_where_its_log_is_before_the_error(run, caplog):
             logs.tell_path()
     finally:
         logs.configure(0)
-    log = (run[1] / "logs" / "process_0.log").read_text()
-    assert "log: " in log
-    assert all(f"next: python -m openpi_train {verb} {run[1]}" in log for verb in ("report", "eval", "serve", "resume"))
+    assert "log: " in (run[1] / "logs" / "process_0.log").read_text()
 
 
 def test_the_scripts_ask_for_the_links_of_their_guides():
