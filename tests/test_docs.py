@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 import toy
+import yaml
 from flax import nnx
 from posttraining_project import write_project
 from vla_project import write_vla_project
@@ -354,3 +356,20 @@ def test_runs_that_a_laptop_makes_are_made_before_they_are_used():
             run = used.groups()
             makes = re.search(rf"\b{run[0]}\b[^\n]* --exp-name {run[1]}\b", text[: used.start()])
             assert run == tiny or makes, f"{page.name}: {used[0]} is made by no command before it"
+
+
+def test_the_citation_is_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in project["authors"]]
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "AGENTS.md"])
+def test_what_contributors_are_told_to_type_and_read_is_there(name):
+    text, made = (ROOT / name).read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"\bmake ([a-z]+)", text))
+    assert targets and all(re.search(rf"^{target}:", made, re.MULTILINE) for target in targets)
+    files = set(re.findall(r"`([\w./]+(?:\.py|\.md|\.txt|/))`", text)) - {"environment.json"}
+    missing = {file for file in files if not any((base / file).exists() for base in (ROOT, ROOT / "openpi_train"))}
+    assert not missing - {"logs/process_0.log"}
