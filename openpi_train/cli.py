@@ -41,7 +41,7 @@ usage: python -m openpi_train [train] <experiment> --exp-name NAME [--any.field 
 Train an experiment, or run one of the verbs:
 {verbs}
 
-`python -m openpi_train list` lists the experiments; `<experiment> --help` explains every field.
+`python -m openpi_train list` lists the experiments; `<experiment> --help` shows its flags.
 """
 
 
