@@ -60,6 +60,7 @@ def run_of(directory, caplog, *, save_interval, interval, steps=8, save_best=Fal
         save_best=save_best,
         eval=dataclasses.replace(debug.eval, interval=interval),
     )
+    run.recorded = run.experiment
     run.directory, run.history, run.checkpoints = directory, [], Checkpoints(directory)
     run.data = types.SimpleNamespace(norm_stats_json=dict, token_files={}, tokenizer=None, text_length=None)
     run.metrics = types.SimpleNamespace(log=lambda step, values: None, wandb_id=None, unwritten=list)
