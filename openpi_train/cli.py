@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
+from openpi_train.experiment_flags import HELP, parse_experiment, wants_help, with_flags
 from openpi_train.json_object import JsonObject
 from openpi_train.launch import preflight
 from openpi_train.runtime import jax_wheels, logs
@@ -47,13 +47,18 @@ Train an experiment, or run one of the verbs:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line. Returns the exit code (`runtime/exits.py` says what each means)."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in HELP:
         print(_usage(), end="")
         return 0 if argv else USAGE
     if argv[0] == "--version":
         print(f"openpi_train {importlib.metadata.version('openpi_train')}")
         return 0
-    if argv[0] == "train" and argv[1:]:
+    if argv[0] == "train":  # it may be left out
+        if not argv[1:] or argv[1] in (*HELP, *VERBS):
+            print(
+                "error: train what? Name an experiment (python -m openpi_train list) or file.py:NAME", file=sys.stderr
+            )
+            return USAGE
         argv = argv[1:]
     verb, rest = argv[0], list(argv[1:])
     if verb in VERBS:
@@ -85,10 +90,6 @@ def _train(name: str, argv: Sequence[str]) -> int:
     """Train the experiment of this name. Raises UsageError if it is neither that nor a verb."""
     from openpi_train import registry
 
-    if name == "train":
-        raise UsageError(
-            "train what? Name an experiment (python -m openpi_train list) or a file of yours (runs.py:NAME)"
-        )
     if ".py" not in name and name not in registry.entries():
         raise UsageError(registry.unknown(name, [*registry.entries(), *VERBS], "experiment or verb"))
     return train(name, argv)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from openpi_train.data.core.source import SourceConfig
     from openpi_train.experiment import Experiment
 
+HELP = ("-h", "--help", "--help-all")
+
 
 @dataclasses.dataclass(frozen=True)
 class Override:
@@ -164,9 +166,9 @@ def _built(
     if shows_help:  # also shows the flags that have been removed
         everything: Any = tuple[Own[Experiment], Own[TrainFlags], Own[OverrideFlags]]
         values = (experiment, TrainFlags(), OverrideFlags())
-        if "--help-all" in argv:
-            parse_fields(everything, values, ["--help"], name, about)
-        help_page.show(everything, values, argv, name, about)
+        if "--help-all" not in argv:
+            help_page.show(everything, values, argv[min(map(argv.index, {*HELP} & {*argv})) + 1 :], name, about)
+        parse_fields(everything, values, ["--help"], name, about)
     return parse_fields(Experiment, experiment, argv, name, about)
 
 
@@ -182,4 +184,4 @@ def _many_fields(argv: Sequence[str], name: str) -> tuple["OverrideFlags", list[
 
 
 def wants_help(argv: Sequence[str]) -> bool:
-    return not {"-h", "--help", "--help-all"}.isdisjoint(argv)
+    return not set(HELP).isdisjoint(argv)

@@ -1,8 +1,10 @@
 """The help of an experiment: one page of the flags that most people use, then the others by part.
 
-python -m openpi_train debug --help           # the page
-python -m openpi_train debug --help model     # every flag of a part
-python -m openpi_train debug --help-all       # every flag
+    python -m openpi_train debug --help           # the page
+    python -m openpi_train debug --help model     # every flag of a part
+    python -m openpi_train debug --help-all       # every flag, by tyro
+
+Read next: `experiment_flags.py`.
 """
 
 import argparse
@@ -12,11 +14,12 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import tyro
 
-WORDS = ("-h", "--help", "--help-all")
+from openpi_train.runtime.exits import DONE, USAGE
+
 _PAGE = {
     "The run": "exp-name dataset data.mixture data.robot model.path num-train-steps num-epochs seed dry-run",
     "Learning": "batch-size optimizer lr-schedule.peak-lr lr-schedule.warmup-ratio ema-decay freeze",
@@ -27,17 +30,22 @@ _PAGE = {
 _REST = "others"  # the part of flags without a dot
 
 
-def show(kind: object, default: object, argv: Sequence[str], command: str, about: str) -> NoReturn:
-    """Print what `argv` asks for of the flags of a `kind`, and exit with code 0."""
+def show(kind: object, default: object, following: Sequence[str], command: str, about: str) -> None:
+    """Print the page of the flags of a `kind`, or the part that the words `following` `--help` name, and exit.
+
+    Returns if tyro has no list of flags any more: the version that this was written with says that it will go.
+    """
+    if not hasattr(tyro.extras, "get_parser"):
+        return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # tyro warns of it, and has no other list of flags
+        warnings.simplefilter("ignore", DeprecationWarning)
         parser = tyro.extras.get_parser(cast(Any, kind), default=default)
     flags = {action.option_strings[0].removeprefix("--"): action for action in parser._actions if action.option_strings}
     flags.pop("-h", None)
     parts = collections.defaultdict(list)
     for name in flags:
         parts[name.partition(".")[0] if "." in name else _REST].append(name)
-    asked = _part(argv)
+    asked = next((word for word in following[:1] if not word.startswith("-")), None)
     if asked is None:
         print(f"usage: python -m openpi_train {command} [--FLAG VALUE ...]\n")
         print(re.sub(r"\n{2,}", "\n", about.strip()))
@@ -46,19 +54,12 @@ def show(kind: object, default: object, argv: Sequence[str], command: str, about
             _print_flags({name: flags[name] for name in names.split() if name in flags}, whole=False)
         print(f"\nThe other flags by part, with --help PART; all {len(flags)} with --help-all:")
         print(textwrap.fill(", ".join(f"{part} ({len(names)})" for part, names in parts.items()), 118))
-        sys.exit(0)
-    if asked not in parts:
-        print(f"--help {asked}: the parts are {', '.join(parts)}", file=sys.stderr)
-        sys.exit(2)
-    _print_flags({name: flags[name] for name in parts[asked]}, whole=True)
-    sys.exit(0)
-
-
-def _part(argv: Sequence[str]) -> str | None:
-    """The word after `--help`, if it is no flag."""
-    at = next(index for index, word in enumerate(argv) if word in WORDS)
-    following = argv[at + 1 : at + 2]
-    return following[0] if following and not following[0].startswith("-") else None
+    elif asked in parts:
+        _print_flags({name: flags[name] for name in parts[asked]}, whole=True)
+    else:
+        print(f"error: --help {asked}: the parts are {', '.join(parts)}", file=sys.stderr)
+        sys.exit(USAGE)
+    sys.exit(DONE)
 
 
 def _print_flags(flags: Mapping[str, argparse.Action], *, whole: bool) -> None:

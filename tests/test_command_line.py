@@ -173,7 +173,8 @@ def test_train_may_stand_before_the_experiment_and_alone_asks_which(capsys):
     with pytest.raises(SystemExit) as end:
         cli.run(["train", "debug", "--help"])
     assert end.value.code == 0 and "A tiny pi0 on synthetic data" in capsys.readouterr().out
-    assert cli.run(["train"]) == 2 and "train what?" in capsys.readouterr().err
+    for words in ([], ["plan", "debug"], ["--help"]):
+        assert cli.run(["train", *words]) == 2 and "train what?" in capsys.readouterr().err
     assert cli.run(["train", "debgu"]) == 2 and "did you mean debug?" in capsys.readouterr().err
 
 

@@ -34,3 +34,9 @@ def test_an_unknown_part_is_refused_with_those_there_are(capsys):
 def test_all_is_still_to_be_had(capsys):
     code, page = shown(capsys, "--help-all")
     assert code == 0 and all(flag in page for flag in ("--model.siglip.width", "--timeouts.stuck-s", "--batch-size"))
+
+
+def test_a_tyro_without_its_list_of_flags_shows_all_of_them(capsys, monkeypatch):
+    monkeypatch.delattr("tyro.extras.get_parser")
+    code, page = shown(capsys, "--help")
+    assert code == 0 and "--model.siglip.width" in page
