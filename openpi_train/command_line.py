@@ -40,7 +40,7 @@ def _whole_numbers(
         nargs=1,
         metavar="INT",
         instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
+        is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     )
 

@@ -16,6 +16,7 @@ def test_the_page_has_what_most_people_use_and_names_the_parts(capsys):
     assert code == 0 and len(page.splitlines()) < 100
     assert all(f"  {flag} " in page for flag in ("--exp-name", "--dataset", "--batch-size", "--lr-schedule.peak-lr"))
     assert "--model.siglip.width" not in page and "model (" in page and "timeouts (7)" in page
+    assert "with --help PART" in page and "--help-all" in page
 
 
 def test_a_part_has_all_its_flags_with_their_whole_text_and_the_experiments_values(capsys):

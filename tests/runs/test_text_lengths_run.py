@@ -108,8 +108,10 @@ def test_losses_are_those_of_one_length_and_of_any_number_of_processes(tmp_path,
     assert "text: batches have 16 or 32 tokens" in done.stderr
     assert one == two and len(one) == NUM_STEPS
     np.testing.assert_allclose(list(one.values()), list(whole.values()), rtol=1e-5)
-    flops = [
-        json.loads((tmp_path / where / "runs" / "mixed" / "x" / "program.json").read_text())["model_flops"]
+    programs = [
+        json.loads((tmp_path / where / "runs" / "mixed" / "x" / "program.json").read_text())
         for where in ("one", "whole")
     ]
+    flops = [program["model_flops"] for program in programs]
     assert flops[0] == flops[1]  # the account of the longest
+    assert all(sum(program["sent_bytes"].values()) > 0 for program in programs), "two devices exchange gradients"

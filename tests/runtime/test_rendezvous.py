@@ -93,6 +93,13 @@ def test_a_missing_process_is_named_and_so_are_those_present(free_port):
 
 
 @pytest.mark.slow
+def test_of_many_present_a_few_are_named_and_the_others_counted(free_port):
+    error, *_ = meet_all(*(world_of(free_port, index, 12) for index in range(10)), timeout_s=3.0)
+    here = ", ".join(f"process {index} on {socket.gethostname()}" for index in range(7))
+    assert f"waiting for 2 of 12 processes (here: {here}, 3 more): processes 10, 11, which" in str(error)
+
+
+@pytest.mark.slow
 def test_missing_hosts_are_named_where_the_launcher_knows_them(free_port):
     world = dataclasses.replace(world_of(free_port, 0, 6), hosts=("node1", "node2", "node3"))
     (error,) = meet_all(world, timeout_s=1.0)

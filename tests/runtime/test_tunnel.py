@@ -174,6 +174,15 @@ def test_callers_before_the_service_listens_wait_without_calling_it_one_by_one(m
         tunnels.close()
 
 
+def test_a_service_that_never_listens_is_looked_for_no_longer_than_jax_starts():
+    tunnels = Tunnels()
+    with private_socket() as path, tunnels.starting(path):
+        (looking,) = (thread for thread in threading.enumerate() if thread.name == "jax's service")
+    looking.join(60)
+    assert not looking.is_alive()
+    tunnels.close()
+
+
 def test_a_client_is_carried_to_the_connection_that_the_door_has_let_in():
     with contextlib.ExitStack() as stack:
         zero, here = ends(stack)
