@@ -48,7 +48,7 @@ class StateLayout:
         """The same state, of a model that differs from this one in `remat` and `attention` alone."""
         if model == self.model:
             return self
-        return dataclasses.replace(self, model=model, graphdef=trained_graph(model, self.shapes.params))
+        return dataclasses.replace(self, model=model, graphdef=trained_graph(model, frozenset(self.shapes.params)))
 
     def abstract(self) -> TrainState:
         """Shapes with their shardings, for restoring a checkpoint."""
@@ -119,7 +119,8 @@ def lay_out(
     return layout.under(plan)
 
 
-def trained_graph(model: ModelConfig, trained: Collection[str]) -> nnx.GraphDef:
+@functools.lru_cache(maxsize=8)
+def trained_graph(model: ModelConfig, trained: frozenset[str]) -> nnx.GraphDef:
     """The module's graph for a run in which the parameters of these paths train and no others."""
     return _graph(model, _abstract(model), trained)
 
