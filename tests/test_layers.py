@@ -1,8 +1,9 @@
-"""The structure of the tree: who may import whom, how long a file may be, what ships."""
+"""The structure of the tree: who may import whom, what ships; and advice on long files."""
 
 import ast
 import re
 import tomllib
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,7 +49,8 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.name != "__init__.
 NAMED = sorted(file for folder in (PACKAGE, ROOT / "configs") for file in folder.rglob("*.py"))
 # In `doors`: what scripts start before jax may be there.
 LAUNCHERS = ("posttraining_launch.py", "ript_launch.py", "vla_launch.py", "this_host.py", "guide_files.py")
-MAX_FILE_LINES, MAX_LOOP_LINES = 500, 60
+# Advice: a longer file is told in pytest's summary. What is long and of one idea may stay.
+LONG_FILE, LONG_LOOP = 500, 60
 # How many parameters of functions have `Any` in their annotation. It only falls: what is known has a type, what is JSON
 # is a `JsonObject`, a tree of arrays a `Tree`, what nobody looks into an `object`.
 MOST_ANY = 207
@@ -126,10 +128,12 @@ def test_families_import_only_those_before():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_product_file_is_short_and_says_what_it_is(file):
+def test_product_file_says_what_it_is(file):
     text = file.read_text()
-    assert text.count("\n") <= MAX_FILE_LINES
     assert ast.get_docstring(ast.parse(text)), "no module docstring"
+    lines, advised = text.count("\n"), LONG_LOOP if file == PACKAGE / "training" / "loop.py" else LONG_FILE
+    if lines > advised:
+        warnings.warn(f"{file.relative_to(ROOT)} has {lines} lines, {advised} are advised: one idea?", stacklevel=1)
 
 
 def given_twice(places: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -174,10 +178,6 @@ def test_parameters_have_types():
 def test_a_parameter_of_any_type_is_found_wherever_it_stands():
     text = "async def f(a: Any, /, b: 'list[Any]', *c: int, d: Many = 1, **e: dict[str, typing.Any]) -> Any: ..."
     assert vague_parameters(text) == ["a", "b", "e"]
-
-
-def test_the_loop_fits_on_a_screen():
-    assert (PACKAGE / "training" / "loop.py").read_text().count("\n") <= MAX_LOOP_LINES
 
 
 def test_every_package_ships():
