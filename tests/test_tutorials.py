@@ -1,7 +1,7 @@
 """The tutorials of docs/tutorials, typed as they stand: every command is run, and what it prints holds the lines shown.
 
 A block with a title (```json title="chat.jsonl") is written to that file. In a block of ```console a line with `$ ` is
-typed, in one folder, empty at first, with an empty home; the lines below it must be printed, in their order, where `...`
+typed, in one folder, empty at first, and an empty home; lines below it must be printed, in their order, where `...`
 stands for any part of a line. A command that ends in `&` goes on beside those after it. Blocks of ```bash are for other
 machines, and only parsed (tests/test_docs.py).
 """
@@ -91,7 +91,10 @@ def test_a_tutorial_does_what_it_says(page, tmp_path):
 
 
 def test_what_a_page_shows_is_looked_for():
-    page = '```json title="a.jsonl"\n{}\n```\nword\n```console\n$ echo 1 \\\n  2\n1 2\n$ cat a\n...\n```\n```bash\nrm\n```\n'
+    page = (
+        '```json title="a.jsonl"\n{}\n```\nword\n```console\n$ echo 1 \\\n  2\n1 2\n$ cat a\n...\n```\n'
+        "```bash\nrm\n```\n"
+    )
     assert commands(page) == [
         Command("", "{}\n", "a.jsonl"),
         Command("echo 1 \\\n  2", "1 2\n"),
