@@ -98,6 +98,8 @@ def code_lines(text: str) -> list[str]:
             lines.append(line.strip().removeprefix("$ "))
         elif line.startswith("|"):
             lines += re.findall(r"`([^`]+)`", line)
+    # What is refused on purpose, tests/test_tutorials.py types.
+    lines = [line for line in lines if not line.endswith("|| echo refused")]
     return [line for line in lines if re.sub(r"^([A-Z_]+=\S* )+", "", line).startswith(PROGRAMS)]
 
 
