@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from openpi_train.data.core.interface import OpenedData
 from openpi_train.evaluation.action_error import ActionError
 from openpi_train.evaluation.measure import EvaluationContext, Evaluations
@@ -45,12 +47,13 @@ class Errors(Evaluations):
     """Action errors of the held-out rows, and of these training rows."""
 
     num_sample_steps: int
+    mean_action: np.ndarray
     train_batches: Any = ()
 
     def measures(self, running):
         if "sample" not in running.trainer.model.provides:
             return []
-        return [ActionError(running, self.num_sample_steps, self.train_batches)]
+        return [ActionError(running, self.num_sample_steps, self.mean_action, self.train_batches)]
 
 
 def running_of(trainer, held_out):
@@ -65,7 +68,8 @@ def running_of(trainer, held_out):
     )
 
 
-def make_evaluator(trainer, held_out, num_sample_steps, train_batches=()):
-    """What runs with these held-out batches measure."""
-    errors = Errors(num_sample_steps=num_sample_steps, train_batches=train_batches)
+def make_evaluator(trainer, held_out, num_sample_steps, train_batches=(), mean_action=0.0):
+    """What runs with these held-out batches measure, whose training actions have this mean."""
+    mean = np.asarray(mean_action)
+    errors = Errors(num_sample_steps=num_sample_steps, mean_action=mean, train_batches=train_batches)
     return Evaluator(running_of(trainer, held_out), errors)

@@ -1,7 +1,7 @@
 """Open-loop action error: the distance between sampled and recorded chunks. Read next: `closed_loop_success.py`.
 
-Mean squared errors in normalised units over the robot's own dims and the steps inside the episode; the baseline
-predicts the mean of the evaluated actions for every dim, the best constant prediction.
+Mean squared errors in normalised units over the robot's own dims and the steps inside the episode. The baseline
+predicts the mean action of the training data, which a policy learns that ignores its input.
 """
 
 import functools
@@ -12,21 +12,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from openpi_train.evaluation.baseline import against_mean_action
 from openpi_train.evaluation.measure import Evaluated, EvaluationContext, Measure, TrainerView
 from openpi_train.evaluation.sums import Sums
 from openpi_train.parallel.params import Params, merge_module
 from openpi_train.sampling.action_sampler import sample_keys
 from openpi_train.types import ActionBatch
 
+BASELINE = "val/action_mse_of_mean_action"
+
 
 class ActionError(Measure):
-    """`val/action_mse`, `train/action_mse`, their `_ema` forms, and `val/action_mse_mean_baseline`."""
+    """`val/action_mse`, `train/action_mse`, their `_ema` forms, and `val/action_mse_of_mean_action`."""
 
     name = "open loop"
 
-    def __init__(self, running: EvaluationContext, num_sample_steps: int, train_batches: Sequence[object] = ()):
-        """`train_batches`: fixed rows of the training split, the same at every evaluation."""
-        trainer = running.trainer
+    def __init__(
+        self,
+        running: EvaluationContext,
+        num_sample_steps: int,
+        mean_action: np.ndarray,
+        train_batches: Sequence[object] = (),
+    ):
+        """`mean_action` [a] is the training data's, normalised; `train_batches` are fixed rows of the training split,
+        the same at every evaluation."""
+        trainer, self._mean_action = running.trainer, mean_action
         self._batches = {"val": running.held_out, "train": train_batches}
         programs = {
             "moments": lambda batch, index: _moments(batch),
@@ -45,21 +55,21 @@ class ActionError(Measure):
                 if batches:
                     error, count = self._sum("action error", params, evaluated.frozen, batches=batches)
                     values[f"{split}/action_mse{suffix}"] = float(error / count)
-        return {**values, "val/action_mse_mean_baseline": self._baseline()}
+        return {**values, BASELINE: self._baseline()}
 
     def change(self, first: Mapping[str, float], last: Mapping[str, float]) -> str | None:
         name = "val/action_mse_ema" if "val/action_mse_ema" in last else "val/action_mse"
         if not (name in first and name in last):
             return None
         return (
-            f"open-loop action error (mean squared, normalised): {first[name]:.4f} before, {last[name]:.4f} after; "
-            f"mean-action baseline {last['val/action_mse_mean_baseline']:.4f}"
+            f"open-loop action error (mean squared, normalised): {first[name]:.4f} before, {last[name]:.4f} after, "
+            f"{last[BASELINE]:.4f} by the mean action; {against_mean_action(last[name], last[BASELINE]).text}"
         )
 
     def _baseline(self) -> float:
         count, total, squares = self._sum("moments", batches=self._batches["val"])
-        spread = squares - total**2 / np.maximum(count, 1)
-        return float(spread.sum() / count.sum())
+        mean = self._mean_action
+        return float((squares - 2 * mean * total + mean**2 * count).sum() / count.sum())
 
 
 def action_error(

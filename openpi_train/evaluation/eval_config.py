@@ -68,7 +68,7 @@ class EvalConfig(Evaluations):
                     "give the experiment another eval, such as evaluation.measure.Evaluations()"
                 )
             rows = running.data.training_rows(self.num_train_rows, running.batch_size, running.trainer.plan.batch)
-            found.append(ActionError(running, self.num_sample_steps, rows))
+            found.append(ActionError(running, self.num_sample_steps, running.data.mean_action(), rows))
         if self.closed_loop.num_episodes:
             found.append(ClosedLoopSuccess(running, self.closed_loop, self.num_sample_steps))
         return found

@@ -152,12 +152,13 @@ def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
 
 def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
     with reported_as(DataError):
-        windows = open_windows(experiment.demonstrations, experiment.policy.rows.window)[number].in_split("validation")
+        training = open_windows(experiment.demonstrations, experiment.policy.rows.window)[number]
+        windows, actions = training.in_split("validation"), open_loop.TrainingActions.of(training)
         if not len(windows):
             raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
         episodes = open_loop.held_out_episodes(windows, request.held_out)
         found = [
-            open_loop.predict(policy, windows, episode, request.batch_size)
+            open_loop.predict(policy, windows, episode, request.batch_size, actions.mean)
             for episode in episodes[jax.process_index() :: jax.process_count()]
         ]
     names, plotted = policy.form.robot.action_names, episodes[:_PLOTTED_EPISODES]
@@ -168,7 +169,7 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
     parts = agree.gather("open-loop errors", [predicted.sums for predicted in found])
     errors = [sums for part in parts for sums in part]
     if jax.process_index() == 0:
-        result = open_loop.summary(names, errors)
+        result = open_loop.summary(names, errors, actions.deviation)
         result["plots"] = [f"open_loop_{episode}.svg" for episode in plotted]
         write_json(folder / "open_loop.json", {"settings": _settings(request), **result})
         print(f"open loop, {len(episodes)} held-out episodes, {result['control_steps']} control steps:")

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.data.robot.norm_stats import mean_action
 from openpi_train.data.robot.windows import Windows
+from openpi_train.evaluation.baseline import against_mean_action
 from openpi_train.json_object import JsonObject
 from openpi_train.policy.policy import Policy
 
@@ -25,6 +27,22 @@ class Predicted:
     recorded: np.ndarray
     chunks: Mapping[int, np.ndarray]
     sums: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingActions:
+    """The mean action of the training data in the model's units, and the standard deviation in the robot's, [a] each.
+
+    A policy that ignores its input learns the former.
+    """
+
+    mean: np.ndarray
+    deviation: np.ndarray
+
+    @classmethod
+    def of(cls, windows: Windows) -> "TrainingActions":
+        """Of these training windows."""
+        return cls(mean_action(windows), windows.steps.actions[windows.starts].astype(np.float64).std(axis=0))
 
 
 def held_out_episodes(windows: Windows, count: int) -> list[int]:
@@ -45,10 +63,10 @@ def observation_at(windows: Windows, step: int) -> dict[str, Any]:
     return {**seen, "prompt": windows.prompt_at(step)}
 
 
-def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> Predicted:
+def predict(policy: Policy, windows: Windows, episode: int, batch_size: int, mean: np.ndarray) -> Predicted:
     """Query the policy once per chunk length of the episode, with step numbers as draws.
 
-    Args: `batch_size` is the number of observations per query.
+    Args: `batch_size` is the number of observations per query, `mean` [a] the mean action in the model's units.
     """
     ends = windows.source.episode_ends
     start, end = (int(ends[episode - 1]) if episode else 0), int(ends[episode])
@@ -64,36 +82,54 @@ def predict(policy: Policy, windows: Windows, episode: int, batch_size: int) -> 
     recorded = np.asarray(windows.steps.actions[start:end], np.float64)
     chunks = {step - start: answer["actions"][: end - step] for step, answer in zip(steps, answers, strict=True)}
     told = np.concatenate([recorded[step : step + len(chunk)] for step, chunk in chunks.items()])
+    states = {place: windows.steps.state[start + place] for place in chunks}
+    constant = [
+        windows.robot.from_model(np.tile(mean, (len(chunk), 1)), states[place]) for place, chunk in chunks.items()
+    ]
     difference = np.concatenate([*chunks.values()]) - told
-    parts = {"absolute": np.abs(difference), "squared": difference**2, "recorded": told, "recorded_squared": told**2}
+    parts = {"absolute": np.abs(difference), "squared": difference**2}
+    parts["squared_of_mean_action"] = (np.concatenate(constant) - told) ** 2
     sums = {name: part.sum(0).tolist() for name, part in parts.items()}
     return Predicted(episode, recorded, chunks, {"episode": episode, "count": len(told), **sums})
 
 
-def summary(names: Sequence[str], errors: Sequence[JsonObject]) -> dict[str, Any]:
-    """Per action dim the mean absolute and the root mean squared error, and the latter of the best constant.
+def summary(names: Sequence[str], errors: Sequence[JsonObject], deviation: np.ndarray) -> dict[str, Any]:
+    """Per action dim the mean absolute and the root mean squared error, and the latter of the mean action.
 
     `names` end with the units, `errors` are the sums of episodes. They are added in the order of episodes, whichever
-    process measured them.
+    process measured them. `overall` has the root mean squared errors over dims in units of the training actions'
+    `deviation` [a], without dims that never move, and `verdict` compares them.
     """
     ordered = sorted(errors, key=lambda error: error["episode"])
     count = sum(error["count"] for error in ordered)
-    absolute, squared, total, total_squared = (
-        np.sum([error[name] for error in ordered], axis=0)
-        for name in ("absolute", "squared", "recorded", "recorded_squared")
+    absolute, squared, constant = (
+        np.sum([error[name] for error in ordered], axis=0) / count
+        for name in ("absolute", "squared", "squared_of_mean_action")
     )
-    spread = np.sqrt(np.maximum(total_squared / count - (total / count) ** 2, 0))
-    columns = zip(names, absolute / count, np.sqrt(squared / count), spread, strict=True)
-    dims = {name: {"mean_absolute": float(a), "rms": float(r), "rms_of_mean": float(s)} for name, a, r, s in columns}
-    return {"episodes": [error["episode"] for error in ordered], "control_steps": count, "dims": dims}
+    columns = zip(names, absolute, np.sqrt(squared), np.sqrt(constant), strict=True)
+    dims = {
+        name: {"mean_absolute": float(a), "rms": float(r), "rms_of_mean_action": float(c)} for name, a, r, c in columns
+    }
+    found = {"episodes": [error["episode"] for error in ordered], "control_steps": count, "dims": dims}
+    moves = deviation > 0
+    if not moves.any():
+        return found
+    whole = [float(np.sqrt((part[moves] / deviation[moves] ** 2).mean())) for part in (squared, constant)]
+    overall = {"rms": whole[0], "rms_of_mean_action": whole[1]}
+    return {**found, "overall": overall, "verdict": against_mean_action(*whole).text}
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A table with one line per action dim."""
+    """A table with one line per action dim, and the verdict."""
     width = max(len(name) for name in (*found["dims"], "action"))
-    lines = [f"{'action':<{width}}  mean absolute  root mean square  of the best constant"]
+    lines = [f"{'action':<{width}}  mean absolute  root mean square  of the mean action"]
     for name, one in found["dims"].items():
+        numbers = (one["mean_absolute"], one["rms"], one["rms_of_mean_action"])
+        lines.append(f"{name:<{width}}  {numbers[0]:>13.4g}  {numbers[1]:>16.4g}  {numbers[2]:>18.4g}")
+    if "verdict" in found:
+        whole = found["overall"]
         lines.append(
-            f"{name:<{width}}  {one['mean_absolute']:>13.4g}  {one['rms']:>16.4g}  {one['rms_of_mean']:>20.4g}"
+            f"over all dims, in standard deviations of the training actions: {whole['rms']:.4g}, and "
+            f"{whole['rms_of_mean_action']:.4g} of the mean action\nthe policy is {found['verdict']}"
         )
     return "\n".join(lines)

@@ -33,6 +33,7 @@ from openpi_train.types import mask_rows
 
 NUM_ROWS, NUM_TRAIN_ROWS, SEED, NUM_SAMPLE_STEPS = 14, 4, 3, 3
 TOKENS, WORDS = 5, 6
+MEAN_ACTION = np.array([0.5, -1.0, 0.0, 2.0])
 
 
 class Seeing(nnx.Module):
@@ -119,7 +120,7 @@ def evaluate(batch_size=4, devices=1, objective=None):
         state = dataclasses.replace(state, ema=jax.tree.map(lambda leaf: 0.5 * leaf + 0.2, state.ema))
         batches = cut(rows_of(2 * NUM_ROWS), batch_size, NUM_ROWS, plan)
         train_batches = cut(rows_of(2 * NUM_ROWS, seed=1), batch_size, NUM_TRAIN_ROWS, plan)
-        values = make_evaluator(trainer, batches, NUM_SAMPLE_STEPS, train_batches)(state)
+        values = make_evaluator(trainer, batches, NUM_SAMPLE_STEPS, train_batches, MEAN_ACTION)(state)
     return values, *(merge_module(trainer.graphdef, params) for params in (state.params, state.ema))
 
 
@@ -233,7 +234,7 @@ def test_losses_and_action_errors_of_weights_and_average_are_those_of_numpy(name
         expected[f"train/action_mse{suffix}"] = action_error(OBJECTIVES[name], model, trained)
         for metric, value_of in METRICS.get(name, {}).items():
             expected[f"val/{metric}{suffix}"] = value_of(model, held_out)
-    assert values.keys() == {*expected, "val/action_mse_mean_baseline"}
+    assert values.keys() == {*expected, "val/action_mse_of_mean_action"}
     for key, value in expected.items():
         assert values[key] == pytest.approx(value, rel=1e-5), key  # sums of some hundred float32 values
     assert abs(values["val/loss"] / values["val/loss_ema"] - 1) > 1e-2  # a thousand times that
@@ -346,9 +347,9 @@ def test_batch_size_devices_and_filler_change_nothing(whole, batch_size, devices
         assert value == pytest.approx(whole[name], rel=2e-6), name
 
 
-def test_the_baseline_is_the_variance_of_the_actions_that_count(whole):
+def test_the_baseline_is_the_error_of_the_training_datas_mean_action(whole):
     rows = first_rows(NUM_ROWS)
     actions, steps = np.asarray(rows.actions, np.float64), np.asarray(rows.action_mask)
-    own = [actions[..., dim][steps] for dim in range(actions.shape[-1]) if rows.dim_mask[0, dim]]
-    spread = np.concatenate([values - values.mean() for values in own])
-    assert whole["val/action_mse_mean_baseline"] == pytest.approx(np.mean(spread**2), rel=1e-6)
+    own = [dim for dim in range(actions.shape[-1]) if rows.dim_mask[0, dim]]
+    error = np.concatenate([actions[..., dim][steps] - MEAN_ACTION[dim] for dim in own])
+    assert whole["val/action_mse_of_mean_action"] == pytest.approx(np.mean(error**2), rel=1e-6)

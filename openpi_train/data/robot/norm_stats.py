@@ -33,6 +33,7 @@ _HALF = 1 << 16
 # Share of the values at each end that may be spikes; in small datasets that of two samples, up to the second.
 _OUTERMOST, _MOST_OUTERMOST = 5e-4, 9e-3
 _BLOCK_VALUES = 1 << 21
+_MOST_FOR_MEAN = 100_000
 # Files beside openpi's: what it was computed from, and a copy of it if somebody edited it.
 _DETAILS, _EDITED = "norm_stats.details.json", "norm_stats.edited.json"
 
@@ -143,6 +144,19 @@ def compute_norm_stats(windows: Sequence[Windows], weights: Sequence[float], max
     names = {"state": robot.state_names, "actions": robot.action_names}
     guarded = {name: guard(stats, names[name]) for name, stats in raw.items()}
     return {name: stats for name, (stats, _) in guarded.items()}, {name: notes for name, (_, notes) in guarded.items()}
+
+
+def mean_action(window: Windows) -> np.ndarray:
+    """The mean of the action chunks of these windows in the model's units, without padding, float64 [a].
+
+    Of large datasets 100,000 samples are used, evenly spread. Raises ValueError if there are none.
+    """
+    total, count = np.zeros(len(window.robot.action_names)), 0
+    for block in _actions(window, _chosen(len(window), _MOST_FOR_MEAN)):
+        total, count = total + block.sum(axis=0, dtype=np.float64), count + len(block)
+    if not count:
+        raise ValueError("the training split has no samples, so its actions have no mean")
+    return total / count
 
 
 def _outermost(sizes: Sequence[int], weights: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from openpi_train.data.core.text_lengths import TextLengths, choose_lengths, rou
 from openpi_train.data.robot.chunk_tokens import chunk_tokens
 from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.mixed_robots import of_rates
-from openpi_train.data.robot.norm_stats import assets
+from openpi_train.data.robot.norm_stats import assets, mean_action
 from openpi_train.data.robot.normalize import Form, NormStats, norm_stats_json
 from openpi_train.data.robot.row_format import RowModel
 from openpi_train.data.robot.rows import Rows, RowTransform
@@ -90,6 +90,20 @@ class OpenedDatasets(OpenedData):
     def training_rows(self, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
         """The first rows of the training split, as `held_out` returns those of the held-out one."""
         return _first_batches(self.train, num_rows, batch_size, sharding)
+
+    def mean_action(self) -> np.ndarray:
+        """What a model learns that ignores its input: the mixture's mean action, normalised, float64 [a].
+
+        Each dim's mean is over the datasets whose robots have it, by their weights; dims of no robot are 0.
+        """
+        rows, width = self.train, self.train.spec["actions"][0][-1]
+        total, shares = np.zeros(width), np.zeros(width)
+        for window, transforms, weight in zip(rows.windows, rows.transforms, rows.mixture.weights, strict=True):
+            assert isinstance(transforms[0], Normalize), "as open_data has them"
+            mean = transforms[0]({"actions": mean_action(window)})["actions"]
+            total[: len(mean)] += weight * mean
+            shares[: len(mean)] += weight
+        return total / np.where(shares, shares, 1)
 
     def norm_stats_json(self) -> dict[str, Any]:
         return {asset: norm_stats_json(stats) for asset, stats in self.norm_stats.items()}

@@ -83,6 +83,24 @@ def test_a_runs_stats_are_those_of_its_training_episodes(open_small):
         assert not np.allclose(stats.mean, np.concatenate([mine, other]).mean(axis=0), rtol=1e-6)
 
 
+def test_a_runs_mean_action_is_that_of_its_training_rows_whatever_stats_are_given(tmp_path, open_small):
+    other = kept_stats([windows(seed=9)], folder=tmp_path / "other")
+    assert other
+    datasets = [
+        Dataset(source=FAKE, robot=ROBOT, weight=3.0, norm_stats=str(tmp_path / "other")),
+        Dataset(source=dataclasses.replace(FAKE, seed=1), robot=ROBOT, asset_id="second"),
+    ]
+    opened = open_small(DataConfig(datasets=tuple(datasets), validation_fraction=0.3))
+    means = []
+    for window, transforms in zip(opened.train.windows, opened.train.transforms, strict=True):
+        rows = [transforms[0](window.row(sample)) for sample in range(len(window))]
+        means.append(np.concatenate([row["actions"][row["action_mask"]] for row in rows]).mean(axis=0))
+    expected = 0.75 * means[0] + 0.25 * means[1]
+    found = opened.mean_action()
+    np.testing.assert_allclose(found[: len(expected)], expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected).max() > 0.01 and not found[len(expected) :].any()
+
+
 def test_a_sample_of_a_large_dataset_represents_it():
     window = windows(episodes=300)
     whole, _ = compute_norm_stats([window], [1.0], 10**6)
