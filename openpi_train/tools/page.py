@@ -1,107 +1,214 @@
-"""HTML for the report: escaped text, tables, figures and videos as data URIs, and the page that holds them.
+"""The blocks of a report, and the HTML file that jinja2 makes of them with the files of `report_page/`.
 
-The page needs no other file, no network and no script. Read next: `report.py`.
+The page needs no other file and no network: styles, the curves' library (uPlot), pictures and videos are inside it. All
+text is escaped by jinja2. Read next: `report.py`, `report_page/page.html.jinja`.
 """
 
 import base64
-import html
+import dataclasses
+import hashlib
+import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar, Literal
 
-# The browser may load nothing from outside the page.
-POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+import jinja2
+import numpy as np
+from markupsafe import Markup
+from PIL import Image
+
+_FOLDER = Path(__file__).with_name("report_page")
 _MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png", ".svg": "image/svg+xml"}
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, "Liberation Sans", "DejaVu Sans", sans-serif; color: #1c2024; margin: 0 auto;
-  max-width: 74rem; padding: 1.5rem 2rem 4rem; background: #fff; }
-h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.4rem 0 .6rem; padding-bottom: .25rem;
-  border-bottom: 1px solid #d9dde1; } h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-nav { margin: .8rem 0 0; } nav a { margin-right: 1rem; } a { color: #1f5fa8; text-decoration: none; }
-p.note { color: #5b6470; margin: .3rem 0; max-width: 60rem; }
-p.missing { color: #8a5a00; background: #fff7e0; padding: .4rem .7rem; border-radius: 4px; }
-table { border-collapse: collapse; margin: .4rem 0 1rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .22rem .9rem .22rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #eceff1; }
-th { font-weight: 600; color: #3d4650; } td.number, th.number { text-align: right; padding-left: .4rem; }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem 1.6rem; align-items: flex-start; }
-figure { margin: 0; max-width: 100%; } figcaption { font-size: .85rem; color: #3d4650; margin-bottom: .2rem; }
-figure img, figure video { max-width: 100%; display: block; } figure img.pixels { image-rendering: pixelated; }
-pre { background: #f5f6f8; padding: .7rem .9rem; border-radius: 4px; overflow-x: auto; white-space: pre-wrap;
-  word-break: break-word; font-size: .85rem; } details > summary { cursor: pointer; color: #1f5fa8; }
-"""
+_DIGITS = 6  # of a curve's values
 
 
-def text(value: object) -> str:
-    """Escaped text; numbers with four digits, None as a dash."""
+@dataclasses.dataclass(frozen=True)
+class Heading:
+    """A heading below that of the section."""
+
+    kind: ClassVar[str] = "heading"
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A sentence; `missing` says why a part is not there."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+    style: Literal["", "missing"] = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A cell: a number, and a bar of its share of the largest."""
+
+    number: float
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DataTable:
+    """A table. Cells are numbers, texts, `Bar`s or None; columns whose first value is a number are right-aligned."""
+
+    kind: ClassVar[str] = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    @property
+    def is_number(self) -> list[bool]:
+        """Of each column, whether it is right-aligned."""
+        columns = zip(*self.rows, strict=True)
+        return [isinstance(next((v for v in values if v is not None), ""), int | float) for values in columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A curve; `band` has the lower and upper ends of an interval, `colour` and `dash` are numbers of a style."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int = 0
+    dash: int = 0
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Curves over steps, drawn in the browser; `limits` are of the values."""
+
+    kind: ClassVar[str] = "chart"
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    x_label: str = "step"
+    is_logarithmic: bool = False
+    limits: tuple[float, float] | None = None
+
+    def data(self) -> dict[str, object]:
+        """What the browser draws, as JSON."""
+        lines = [
+            {
+                "label": line.label,
+                "x": _numbers(line.x),
+                "y": _numbers(line.y),
+                "band": None if line.band is None else [_numbers(end) for end in line.band],
+                "colour": line.colour,
+                "dash": line.dash,
+            }
+            for line in self.lines
+        ]
+        about = {"title": self.title, "unit": self.unit, "xLabel": self.x_label, "log": self.is_logarithmic}
+        return {**about, "limits": self.limits, "lines": lines}
+
+
+@dataclasses.dataclass(frozen=True)
+class Media:
+    """A picture or a video, whose content is in `source` as a data URI."""
+
+    kind: ClassVar[str] = "media"
+    source: str
+    caption: str
+    style: Literal["video", "picture", "pixels"]
+
+    @classmethod
+    def of_file(cls, path: Path, caption: str) -> "Media":
+        """From a file; its name ends with its type."""
+        return cls(_uri(path.read_bytes(), path.suffix), caption, "video" if path.suffix == ".mp4" else "picture")
+
+    @classmethod
+    def of_pixels(cls, picture: np.ndarray, caption: str) -> "Media":
+        """From pixels, uint8 [height, width, 3]."""
+        file = io.BytesIO()
+        Image.fromarray(picture).save(file, format="PNG")
+        return cls(_uri(file.getvalue(), ".png"), caption, "pixels")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preformatted:
+    """A text with its line breaks, and what it is."""
+
+    kind: ClassVar[str] = "preformatted"
+    text: str
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """Blocks that are shown when the title is clicked."""
+
+    kind: ClassVar[str] = "folded"
+    title: str
+    blocks: Sequence["Block"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Blocks beside each other, as many as fit."""
+
+    kind: ClassVar[str] = "beside"
+    blocks: Sequence["Block"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A sentence on what became of a run."""
+
+    kind: ClassVar[str] = "verdict"
+    text: str
+    style: Literal["good", "bad", "neutral"] = "neutral"
+
+
+Block = Heading | Note | DataTable | Chart | Media | Preformatted | Folded | Beside | Verdict
+
+
+def cell(value: object) -> str:
+    """The text of a table's cell: numbers with four digits, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, float):
-        return html.escape(f"{value:.4g}")
-    return html.escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; columns whose first value is a number are right-aligned."""
-    is_number = [bool(rows) and isinstance(value, int | float) for value in (rows[0] if rows else head)]
-    kinds = [' class="number"' if one else "" for one in is_number]
-    lines = ["<tr>" + "".join(f"<th{kind}>{text(one)}</th>" for one, kind in zip(head, kinds, strict=True)) + "</tr>"]
-    for row in rows:
-        cells = "".join(f"<td{kind}>{text(one)}</td>" for one, kind in zip(row, kinds, strict=True))
-        lines.append(f"<tr>{cells}</tr>")
-    return "<table>" + "\n".join(lines) + "</table>"
-
-
-def note(sentence: str) -> str:
-    """A remark."""
-    return f'<p class="note">{text(sentence)}</p>'
-
-
-def missing(what: str) -> str:
-    """A note on a missing part, and why it is missing."""
-    return f'<p class="missing">{text(what)}</p>'
-
-
-def figure(picture: str | bytes, caption: str, kind: str = ".svg") -> str:
-    """A picture (SVG as text, else bytes) with its caption."""
-    content = picture.encode() if isinstance(picture, str) else picture
-    pixels = ' class="pixels"' if kind == ".png" else ""
-    image = f'<img{pixels} alt="{text(caption)}" src="{_uri(content, kind)}">'
-    return f"<figure><figcaption>{text(caption)}</figcaption>{image}</figure>"
-
-
-def media(path: Path, caption: str) -> str:
-    """A video or picture from a file."""
-    if path.suffix != ".mp4":
-        return figure(path.read_bytes(), caption, path.suffix)
-    source = _uri(path.read_bytes(), path.suffix)
-    video = f'<video controls loop muted playsinline preload="auto" width="384" src="{source}"></video>'
-    return f"<figure><figcaption>{text(caption)}</figcaption>{video}</figure>"
-
-
-def figures(parts: Sequence[str]) -> str:
-    """Figures beside each other, as many as fit."""
-    return f'<div class="figures">{"".join(parts)}</div>'
-
-
-def folded(title: str, content: str) -> str:
-    """Content that is shown when its title is clicked."""
-    return f"<details><summary>{text(title)}</summary>{content}</details>"
-
-
-def page(title: str, sections: Mapping[str, str], subtitle: str) -> str:
-    """The whole file."""
-    names = {name: f"part-{number}" for number, name in enumerate(sections)}
-    links = "".join(f'<a href="#{mark}">{text(name)}</a>' for name, mark in names.items())
-    parts = "\n".join(
-        f'<section><h2 id="{names[name]}">{text(name)}</h2>\n{body}</section>' for name, body in sections.items()
+def page(title: str, sections: Mapping[str, Sequence[Block]], written: str) -> str:
+    """The whole file; `written` says when and by what."""
+    script = "\n".join(_file(name) for name in ("uPlot.iife.min.js", "report.js"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><style>{_STYLE}</style>'
-        f"</head>\n<body><h1>{text(title)}</h1>{note(subtitle)}<nav>{links}</nav>\n{parts}\n</body></html>\n"
+    environment.filters["cell"] = cell
+    return environment.get_template("page.html.jinja").render(
+        title=title,
+        sections=sections,
+        written=written,
+        policy=policy(script),
+        style=Markup(_file("uPlot.min.css") + _file("report.css")),
+        script=Markup(script),
+        licence=Markup(_file("uPlot.LICENSE")),
     )
 
 
-def _uri(content: bytes, kind: str) -> str:
-    return f"data:{_MEDIA[kind]};base64,{base64.b64encode(content).decode()}"
+def policy(script: str) -> str:
+    """What the browser may do: run this script, and load nothing from outside the page."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = "img-src data:; media-src data:; style-src 'unsafe-inline'"
+    return f"default-src 'none'; {allowed}; script-src 'sha256-{digest}'"
+
+
+def _file(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _numbers(values: Sequence[float]) -> list[float | None]:
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
+
+
+def _uri(content: bytes, suffix: str) -> str:
+    return f"data:{_MEDIA[suffix]};base64,{base64.b64encode(content).decode()}"

@@ -1,6 +1,5 @@
 """A small run that acts while it trains, evaluated and reported afterwards: the same on any number of processes."""
 
-import base64
 import dataclasses
 import json
 import re
@@ -14,7 +13,6 @@ from debian import install
 
 from openpi_train.runtime.exits import UsageError
 from openpi_train.tools import evaluate_policy, report
-from openpi_train.tools.page import POLICY
 from openpi_train.tools.requests import EvaluateRequest, ReportRequest
 from openpi_train.tools.run_files import RunFiles
 
@@ -104,11 +102,11 @@ def _with(request, **changes):
 def test_the_report_holds_everything_and_asks_the_network_for_nothing(evaluated, tmp_path):
     assert report.main(ReportRequest(runs=(evaluated,), out=tmp_path / "report.html", experiment=NAME)) == 0
     page = (tmp_path / "report.html").read_text()
-    for title in ("Training loss", "Held-out loss", "Success in the environment", "Where the time goes"):
+    for title in ("Training loss", "Held-out loss", "Success in the environment", "Where the time"):
         assert f"<figcaption>{title}" in page
     for word in ("delta_x_m", "95 % interval", "compiled", "prompt: ", "--exp-name x", "video/mp4"):
         assert word in page
-    assert 'class="missing"' not in page
+    assert page.count('class="note missing"') == 1, "that for a browser without JavaScript"
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
     _look_with_a_browser(page, tmp_path)
 
@@ -116,7 +114,7 @@ def test_the_report_holds_everything_and_asks_the_network_for_nothing(evaluated,
 def _look_with_a_browser(page, folder):
     """Open it in headless Chromium: all pictures and videos load, the console is empty, nothing is fetched."""
     found, said = _in_browser(page, folder)
-    assert len(found["images"]) >= 9 and all(found["images"])
+    assert len(found["images"]) >= 6 and all(found["images"])
     assert len(found["videos"]) == 4 and all(found["videos"])
     assert len(found["tables"]) >= 8 and all(found["tables"])
     assert not found["wide"], "the page is wider than the window"
@@ -143,7 +141,9 @@ def _in_browser(page, folder):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here; as root on a Debian, OPENPI_TRAIN_INSTALL_PACKAGES=1 installs it")
-    probed = page.replace(POLICY, f"{POLICY}; script-src 'unsafe-inline'").replace("</body>", _PROBE + "</body>")
+    probed = re.sub(r"script-src [^\"]*", "script-src 'unsafe-inline'", page, count=1).replace(
+        "</body>", _PROBE + "</body>"
+    )
     (folder / "probed.html").write_text(probed)
     flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --enable-logging=stderr"
     place = (f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'probed.html'}")
@@ -160,10 +160,8 @@ def test_a_run_that_has_only_begun_has_a_report_that_says_so(trained, tmp_path):
     shutil.copy(trained[0] / "experiment.json", run)
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
     page = report.html_of([RunFiles.at(run), RunFiles.at(trained[0])], with_batches=False)
-    assert page.count('class="missing"') >= 3 and "plan.json is not there" in page
-    assert "going on, or interrupted" in page and "1 of 2" in page
-    loss = re.search(r"<figcaption>Training loss</figcaption><img[^>]*base64,([^\"]+)", page)
-    assert loss and b"<svg" in base64.b64decode(loss[1])
+    assert page.count('class="note missing"') >= 4 and "plan.json is not there" in page
+    assert "Interrupted at step 1 of 2" in page and "<figcaption>Training loss" in page
     with pytest.raises(report.RunError, match="not a run's directory"):
         RunFiles.at(tmp_path)
 

@@ -66,7 +66,7 @@ def test_its_report_shows_what_it_did(one_by_four):
     assert {line["outcome"] for line in shown} == {0, 1}
     page = html_of([RunFiles.at(run)], with_batches=False)
     for title in ("Reward of own rollouts", "Success of own rollouts", "Units whose ratio is clipped"):
-        assert f"<figcaption>{title}" in page
+        assert title in page
     films = {line["video"].partition(".")[0] for line in shown}
     assert films == {f"{place:02d}_{'success' if line['outcome'] else 'failure'}" for place, line in enumerate(shown)}
     assert all(f"<figcaption>{line['what']}</figcaption>" in page for line in shown)

@@ -1,9 +1,9 @@
 """A language model that is evaluated while it trains and afterwards: the same values on any number of processes."""
 
-import html
 import json
 
 import chats
+import markupsafe
 import pytest
 from command import ROOT, check, copy_without, losses, openpi_train, train
 from text_models import write_model
@@ -178,5 +178,5 @@ def test_the_report_shows_samples_of_the_first_and_the_last_evaluation(base, tmp
         assert f"<figcaption>{title}" in page
     line = samples_of(base, 4)[0]
     for text in (line["prompt"], line["reference"], *(one["text"] for one in line["completions"])):
-        assert f"<pre>{html.escape(text)}</pre>" in page
+        assert f"<pre>{markupsafe.escape(text)}</pre>" in page
     assert "<b>&amp;</b>" not in page and "&lt;b&gt;&amp;amp;&lt;/b&gt;" in page

@@ -1,8 +1,10 @@
 """Parts of the report from files that programs wrote with any text in them."""
 
 import json
+import re
 
 from openpi_train.tools import report_parts
+from openpi_train.tools.page import page
 from openpi_train.tools.run_files import RunFiles
 from openpi_train.training.goodput import PARTS
 
@@ -13,14 +15,20 @@ def test_a_completion_with_a_line_separator_in_it_is_shown_whole(tmp_path):
     line = {"place": "a.jsonl:1", "prompt": "say it", "reference": "", "completions": [done]}
     path = tmp_path / "samples.jsonl"
     path.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert text in report_parts._samples(path)
+    shown = report_parts._samples(path)
+    assert [block.text for block in shown if block.kind == "preformatted"] == ["say it", "", text]
+    assert text in page("x", {"Samples": shown}, "")
 
 
 def test_where_the_wall_time_of_all_starts_went_is_in_the_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/device_share": 1.0}\n')
-    assert "goodput" not in report_parts.time_split(RunFiles(tmp_path)), "a run that did not count it"
+
+    def shown():
+        return page("x", {"Time": report_parts.time_split(RunFiles(tmp_path))}, "")
+
+    assert "goodput" not in shown(), "a run that did not count it"
     spent = dict.fromkeys(PARTS, 0.0) | {"training": 5400.0, "lost": 1800.0}
     (tmp_path / "time.jsonl").write_text(json.dumps({"at": 0.0, "step": 1, "seconds": spent, "longest_s": {}}) + "\n")
-    shown = report_parts.time_split(RunFiles(tmp_path))
-    assert "goodput 75.0%" in shown and "2h00m" in shown
-    assert "trained, and lost by a fault</td><td>30m00s</td><td>25.0%" in shown
+    assert "goodput 75.0%" in shown() and "2h00m" in shown()
+    (lost,) = re.findall(r"trained, and lost by a fault</td>.*?</tr>", shown(), re.DOTALL)
+    assert "30m00s" in lost and "width: 25.0%" in lost

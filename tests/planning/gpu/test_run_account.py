@@ -17,6 +17,7 @@ from openpi_train.planning.gpu.run_account import RECORD, run_account
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.runtime.device_kinds import UNKNOWN, find_kind
 from openpi_train.tools import report_parts
+from openpi_train.tools.page import page
 from openpi_train.tools.run_files import RunFiles
 from openpi_train.training.results import write_results
 
@@ -76,7 +77,7 @@ def test_results_and_report_show_the_record(found, tmp_path):
     assert results()["gpu_step"]["bound_s"] == found.bound_s
     assert run.has_gpu_step
     (directory / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 0.25}\n')
-    html = report_parts.gpu_step(run)
+    html = page("x", {"Bound": report_parts.gpu_step(run)}, "")
     assert f"less than {1e3 * found.bound_s:.1f} ms" in html
     assert "The last one took 250.0 ms" in html
     assert "backward" in html
