@@ -158,7 +158,12 @@ class Verdict:
 
     kind: ClassVar[str] = "verdict"
     text: str
-    style: Literal["good", "bad", "neutral"] = "neutral"
+    is_good: bool | None = None
+
+    @property
+    def style(self) -> str:
+        """Its class in the style sheet."""
+        return {True: "good", False: "bad", None: "neutral"}[self.is_good]
 
 
 Block = Heading | Note | DataTable | Chart | Media | Preformatted | Folded | Beside | Verdict

@@ -270,8 +270,7 @@ def _open_loop(folder: RunFiles) -> list[Block]:
         whole = found["overall"]
         rows.append(["all, in standard deviations of the training data", None, whole["rms"], whole[constant]])
         compared = against_mean_action(whole["rms"], whole[constant])
-        style = {True: "good", False: "bad", None: "neutral"}[compared.has_learned]
-        verdict.append(Verdict(f"In open loop the policy is {compared.text}.", style))
+        verdict.append(Verdict(f"In open loop the policy is {compared.text}.", compared.has_learned))
     plots = [folder.path / name for name in found.get("plots", [])]
     shown = [
         Media.of_file(path, f"held-out episode {path.stem.rpartition('_')[2]}") for path in plots if path.is_file()

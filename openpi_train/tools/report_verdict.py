@@ -33,7 +33,7 @@ def _state(run: RunFiles) -> Verdict:
         case "stopped":
             return Verdict(f"Stopped on request {place}; {go_on}")
     error = _last_error(run)
-    return Verdict(f"Interrupted {place}: it was killed, or failed{error}. {go_on}", "bad")
+    return Verdict(f"Interrupted {place}: it was killed, or failed{error}. {go_on}", False)
 
 
 def _last_error(run: RunFiles) -> str:
@@ -50,9 +50,9 @@ def _not_finite(run: RunFiles) -> list[Verdict]:
     found = []
     wrong = [line["step"] for line in run.metrics if _is_not_finite(line.get("loss"))]
     if wrong:
-        found.append(Verdict(f"The loss is not a number at {len(wrong)} logged steps, first at {wrong[0]}.", "bad"))
+        found.append(Verdict(f"The loss is not a number at {len(wrong)} logged steps, first at {wrong[0]}.", False))
     if skipped := run.last("skipped_steps"):
-        found.append(Verdict(f"{skipped:g} updates were skipped because of NaN, infinity or the loss scale.", "bad"))
+        found.append(Verdict(f"{skipped:g} updates were skipped because of NaN, infinity or the loss scale.", False))
     return found
 
 
@@ -69,17 +69,16 @@ def _action_error(run: RunFiles) -> list[Verdict]:
     baseline, former = run.last(BASELINE), run.last("val/action_mse_mean_baseline")
     if baseline is not None:
         found = against_mean_action(error, baseline)
-        style = "neutral" if found.has_learned is None else "good" if found.has_learned else "bad"
         words = f"Learned: {found.text}" if found.has_learned else found.text[0].upper() + found.text[1:]
         numbers = f"action error on held-out data {error:.4g}, of the mean action {baseline:.4g}"
-        return [Verdict(f"{words} ({numbers}).", style)]
+        return [Verdict(f"{words} ({numbers}).", found.has_learned)]
     if former is None:
         return []
     words = "below" if error < former else "not below"
     numbers = (
         f"Action error on held-out data {error:.4g}, {words} that of the mean of the evaluated actions, {former:.4g}."
     )
-    return [Verdict(numbers, "good" if error < former else "bad")]
+    return [Verdict(numbers, error < former)]
 
 
 def _success(run: RunFiles) -> list[Verdict]:
@@ -90,8 +89,8 @@ def _success(run: RunFiles) -> list[Verdict]:
             found.append(Verdict(f"Success in {values[0]:.0%} of the {what}."))
         elif values:
             change = values[-1] - values[0]
-            style = "good" if change > 0 else "bad" if change < 0 or not values[-1] else "neutral"
-            found.append(Verdict(f"Success in {values[-1]:.0%} of the {what}, {values[0]:.0%} at first.", style))
+            is_good = True if change > 0 else False if change < 0 or not values[-1] else None
+            found.append(Verdict(f"Success in {values[-1]:.0%} of the {what}, {values[0]:.0%} at first.", is_good))
     return found
 
 
@@ -101,7 +100,5 @@ def _loss(run: RunFiles) -> list[Verdict]:
         if len(values) > 1 and run.experiment.get("rl") is None:
             has_fallen = values[-1] < values[0] - _NOTABLE_FALL * abs(values[0])
             words = f"{what} {values[-1]:.4g}, {values[0]:.4g} at first"
-            return [
-                Verdict(f"{words}." if has_fallen else f"{words}: it has not fallen.", "good" if has_fallen else "bad")
-            ]
+            return [Verdict(f"{words}." if has_fallen else f"{words}: it has not fallen.", has_fallen)]
     return []
