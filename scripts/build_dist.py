@@ -30,7 +30,7 @@ TRIAL = (
     "launch local --processes 2 -- pi0_bridge_traj_tiny --exp-name first_run --overwrite --num-train-steps 4",
 )
 
-LICENCES = ("LICENSE", "NOTICE")
+LICENCES = ("LICENSE", "NOTICE", "uPlot.LICENSE")
 
 
 class Failed(Exception):

@@ -66,21 +66,26 @@ def test_a_wheel_has_the_files_of_its_source_and_no_other(source, tmp_path):
 
 def test_wheel_and_sdist_hold_the_licence(tmp_path):
     sdist, wheel = tmp_path / "robot-1.tar.gz", tmp_path / "robot-1-py3-none-any.whl"
-    sdist.write_bytes(packed([(f"robot-1/{name}", 0o644, 0, 0, b"") for name in ("LICENSE", "NOTICE")]))
+    sdist.write_bytes(
+        packed([(f"robot-1/{name}", 0o644, 0, 0, b"") for name in ("LICENSE", "NOTICE", "uPlot.LICENSE")])
+    )
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("robot-1.dist-info/licenses/LICENSE", "")
+        archive.writestr("robot/page/uPlot.LICENSE", "")
     assert build_dist.unlicensed(sdist, wheel) == f"NOTICE is not in {wheel.name}"
 
 
 def test_the_licence_is_apache_2_and_belongs_to_the_authors():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE", "NOTICE"]
+    assert project["license"] == "Apache-2.0"
+    of_others = [file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "openpi_train").rglob("*.LICENSE"))]
+    assert project["license-files"] == ["LICENSE", "NOTICE", *of_others]
     assert "Apache License\n                           Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
     assert "Copyright 2026 The openpi_train authors" in (ROOT / "NOTICE").read_text()
 
 
 def test_every_place_that_the_notice_names_exists():
-    named = re.findall(r"\btests/[\w/]+(?:\*|\.json)?", (ROOT / "NOTICE").read_text())
+    named = re.findall(r"\b(?:tests|openpi_train)/[\w/]+(?:\*|\.json|\.iife\.min\.js)?", (ROOT / "NOTICE").read_text())
     assert named and not [name for name in named if not list(ROOT.glob(name))]
 
 
