@@ -114,7 +114,8 @@ def test_the_report_holds_everything_and_asks_the_network_for_nothing(evaluated,
 def _look_with_a_browser(page, folder):
     """Open it in headless Chromium: all pictures and videos load, the console is empty, nothing is fetched."""
     found, said = _in_browser(page, folder)
-    assert len(found["images"]) >= 6 and all(found["images"])
+    assert len(found["images"]) == 2 and all(found["images"])
+    assert len(found["plots"]) >= 6 and all(found["plots"])
     assert len(found["videos"]) == 4 and all(found["videos"])
     assert len(found["tables"]) >= 8 and all(found["tables"])
     assert not found["wide"], "the page is wider than the window"
@@ -128,6 +129,7 @@ _PROBE = """<script>window.onload = () => {
   const of = (name, good) => [...document.querySelectorAll(name)].map(good);
   document.body.insertAdjacentHTML("beforeend", "<pre id=probe>" + JSON.stringify({
     images: of("img", one => one.naturalWidth > 0),
+    plots: of(".plot", one => one.querySelector("canvas") !== null),
     videos: of("video", one => one.error === null && one.duration > 0),
     tables: of("table", one => one.rows.length > 1),
     wide: document.documentElement.scrollWidth > innerWidth,
