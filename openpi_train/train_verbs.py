@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from openpi_train.experiment_flags import parse_experiment, wants_help, with_flags
 from openpi_train.launch import preflight
-from openpi_train.runtime import logs
+from openpi_train.runtime import logs, other_tools
 from openpi_train.runtime.exits import run_guarded
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.world import WorldFlags, find_world
@@ -99,6 +99,7 @@ def train_by_hydra(argv: Sequence[str]) -> int:
     command, given = hydra_overrides.translate(argv)
     logs.configure(find_world(WorldFlags(), os.environ).process_index)
     logger.info("Hydra's words, key by key:\n%s", command.report())
+    other_tools.note_not_done(command.not_done)
     return train(command.experiment, [*command.flags, *given])
 
 
@@ -159,8 +160,10 @@ def _run(experiment: "Experiment", process: "TrainFlags") -> int:
     """Train, or with `--dry-run` say what it needs."""
     from openpi_train.training import dry_run, start
 
-    if (num_devices := preflight.devices()) is not None:
-        return dry_run.check_ahead(experiment, num_devices)
-    if process.dry_run:
-        return dry_run.dry_run(experiment, process, process.devices_per_process)
-    run_guarded(lambda: start.main(experiment, process, process.devices_per_process))
+    in_their_keys = other_tools.errors_in_their_keys
+    with in_their_keys():
+        if (num_devices := preflight.devices()) is not None:
+            return dry_run.check_ahead(experiment, num_devices)
+        if process.dry_run:
+            return dry_run.dry_run(experiment, process, process.devices_per_process)
+    run_guarded(in_their_keys()(lambda: start.main(experiment, process, process.devices_per_process)))

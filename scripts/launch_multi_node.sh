@@ -44,10 +44,13 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 launch=("${PYTHON:-$(command -v python || command -v python3)}" "$here/checkout.py" -m openpi_train launch)
 run=(--processes-per-node "$per_host" --master-addr "$master" --master-port "${MASTER_PORT:-29500}" "${dry_run[@]}" -- "$@")
 
+# Where the guide of the older tool has its log.
+export OPENPI_TRAIN_LINKS=${OPENPI_TRAIN_LINKS:-logs/training.log=logs/process_0.log}
+
 if [ -n "${HOSTS:-}" ]; then
     IFS=, read -ra names <<<"$HOSTS"
     [ "${#names[@]}" = "$hosts" ] || usage "HOSTS names ${#names[@]} hosts ($HOSTS), not $hosts"
-    exec "${launch[@]}" ssh --hosts "$HOSTS" "${run[@]}"
+    exec "${launch[@]}" ssh --hosts "$HOSTS" --env OPENPI_TRAIN_LINKS "${run[@]}"
 fi
 
 if [ -z "${NODE_RANK:-}" ]; then

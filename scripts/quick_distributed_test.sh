@@ -13,8 +13,8 @@ imitation=("$python" "$here/checkout.py" -m openpi_train tabletop_few --exp-name
     --checkpoint-base-dir ./output --resume --num-train-steps 600
     --eval.interval 0 --eval.closed-loop.interval 0 --eval.closed-loop.episodes-per-task 20)
 case " $* " in
-*" --help "* | *" -h "*) ;;
-*" --dry-run "*) echo "${imitation[@]}" ;;
+*" --help "* | *" -h "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" ;;
+*" --dry-run "*) printf '%q ' "${imitation[@]}" && echo ;;
 *) "${imitation[@]}" ;;
 esac
 exec "$here/launch_distributed_training.sh" --config "$here/quick_distributed_test.yaml" --gpus 2 "$@"

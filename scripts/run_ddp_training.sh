@@ -8,6 +8,10 @@
 # the batch size, unless --keep_effective_batch_size is given. Environment: PYTHON (python, or that of .venv).
 set -euo pipefail
 
+if [[ " $* " =~ \ (-h|--help)\  ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+fi
+
 words=()
 for option in --world_size --config_path --experiment_name; do
     if [ $# -eq 0 ] || [[ "$1" == -* ]]; then

@@ -34,15 +34,21 @@ from openpi_train.runtime.world import in_slurm_step
 # What the guide of the older tool starts where it names no experiment; `launch_multi_node.sh` has the same.
 _DEFAULT_RUN = ("pi0_bridge_traj", "--exp-name", "multi_node_training")
 
+# Where the guide looks for the log (`openpi_train/training/documented_links.py`).
+_LINK = ("OPENPI_TRAIN_LINKS", "logs/training.log=logs/process_0.log")
+
 
 def main(argv: list[str]) -> int:
     options, arguments = launchers.split_arguments(argv)
     try:
         if posttraining_launch.is_meant(options):
             return posttraining_launch.main(options, arguments)
+        if {"-h", "--help"} & {*options}:
+            print(f"{_parser().format_help()}\nor, as the launcher of a language model:\n", end="")
+            print(posttraining_launch.help_text(), end="")
+            return 0
         given = _parser().parse_args(options)
-        # Where the guide of the older tool looks for the log (`openpi_train/training/documented_links.py`).
-        os.environ.setdefault("OPENPI_TRAIN_LINKS", "logs/training.log=logs/process_0.log")
+        os.environ.setdefault(*_LINK)
         if given.mode == "create_slurm":
             if not arguments:
                 sys.stderr.write(f"run_distributed: no run is named, so this is: -- {' '.join(_DEFAULT_RUN)}\n")
@@ -107,7 +113,7 @@ def _launch(given: argparse.Namespace) -> list[str]:
 def _create_slurm(given: argparse.Namespace) -> list[str]:
     """The `launch` arguments that write run_slurm.sh."""
     words = ["slurm", "--job-name", given.job_name, "--nodes", given.num_nodes, "--output-dir", given.output_dir]
-    words += ["--file", Path(given.output_dir) / "run_slurm.sh"]
+    words += ["--file", Path(given.output_dir) / "run_slurm.sh", "--env", "=".join(_LINK)]
     options = ("gpus_per_node", "devices_per_process", "time_limit", "partition")
     for name, value in ((name, getattr(given, name)) for name in options):
         words += [f"--{name.replace('_', '-')}", value] if value is not None else []

@@ -15,7 +15,7 @@ set -euo pipefail
 
 if [[ "${1:-}" =~ ^(-h|--help)$ ]]; then
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exit
+    exec "$(dirname "$0")/run_ddp_training.sh" --help
 fi
 
 if [ $# -eq 0 ] || [[ "$1" =~ ^([0-9]+$|-) ]]; then
@@ -50,6 +50,7 @@ shift $(($# > 0 ? 1 : 0))
 name=$task-$setting-$episodes
 data=${DATA:-data}
 store=$data/$name.zarr
+[ "$task" = six_tasks ] && store=$data/six_tasks.zarr # what merge_zarr.py writes
 for one in "$data/$task.zarr" "$data/${task//_/-}.zarr"; do
     [ -e "$one" ] && store=$one && break
 done

@@ -46,7 +46,7 @@ import huggingface_hub.constants  # noqa: F401  # reads HF_HUB_OFFLINE: here, an
 import jax
 import tracers
 
-from openpi_train.runtime import compile_cache, logs, phases, xla_flags
+from openpi_train.runtime import compile_cache, logs, other_tools, phases, xla_flags
 
 # The suite's programs run for milliseconds and compile for seconds: LLVM need not try, and XLA's older emitters, which
 # do without MLIR, take a third of the time. Cutting programs for several compiling threads takes a tenth, and the cores
@@ -171,5 +171,7 @@ def fill_disk(small_disk) -> Callable[[], Path]:
 
 @pytest.fixture(autouse=True)
 def no_links_of_a_door(monkeypatch):
-    """A door that a test opens in this process asks for links: the next test's runs have none."""
+    """A door that a test opens in this process asks for links, and has keys: the next test's runs have none."""
     monkeypatch.setenv("OPENPI_TRAIN_LINKS", "")
+    monkeypatch.setattr(other_tools, "_not_done", {})
+    monkeypatch.setattr(other_tools, "_keys", {})

@@ -6,23 +6,40 @@ Read next: `deepspeed/flags.py`, `posttraining/training_flags.py`.
 import dataclasses
 import difflib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from openpi_train.json_object import JsonObject
+from openpi_train.runtime import other_tools
 from openpi_train.runtime.exits import UsageError
+
+logger = logging.getLogger(__name__)
 
 Flag = tuple[str, ...]
 # A bound that no norm reaches.
 NO_CLIPPING = 1e9
+# Steps of a trace by the profiler, where a key asks for one.
+PROFILED_STEPS = 10
+# Values of a key that ask for nothing.
+_NOTHING = (None, False, 0, "", "none", "auto")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Translated:
-    """A translated file: flags of an experiment, and a line per key."""
+    """A translated file: flags of an experiment, a line per key, and what it asks that is not done, and what to give
+    instead.
+    """
 
     flags: tuple[Flag, ...]
     lines: tuple[str, ...]
+    not_done: Mapping[str, str]
+
+    def tell(self, path: str, keys: Mapping[str, str]) -> None:
+        """Log the report, and remember for the start's warning what is not done, and for errors the `keys` by flag."""
+        logger.info("%s, key by key:\n%s", path, self.report())
+        other_tools.note_not_done(self.not_done)
+        other_tools.note_keys(path, keys)
 
     def report(self) -> str:
         """A report of every key and its result."""
@@ -185,6 +202,18 @@ class ConfigFile:
             if key.startswith(section + ".") and not self.is_known(key):
                 self.note(text, key)
 
+    def not_done(self, instead: Mapping[str, str]) -> Mapping[str, str]:
+        """What the file asks that is not done, as it is written there, and what to give instead.
+
+        Args: `instead` has that by key, or by KEY=VALUE if only that value is not done.
+        """
+        found = {}
+        for key, value in self.values.items():
+            text = instead.get(key) or instead.get(f"{key}={value}")
+            if text is not None and value not in _NOTHING and key not in self._meaning:
+                found[f"{self.shown(key)}: {as_json(value)}"] = text
+        return found
+
     @property
     def words(self) -> tuple[Flag, ...]:
         """The flags so far, as arguments."""
@@ -258,6 +287,11 @@ def words(name: str, value: object) -> Flag:
         head, _, last = name.rpartition(".")
         return (f"--{name}",) if value else (f"--{head}.no-{last}" if head else f"--no-{name}",)
     return (f"--{name}", *map(str, value)) if isinstance(value, tuple) else (f"--{name}", str(value))
+
+
+def keys_by_flag(plain: Mapping[str, str]) -> Mapping[str, str]:
+    """The first key of each row of `ConfigFile.plain`, by flag."""
+    return {f"--{name}": row.split()[1] for name, row in plain.items()}
 
 
 def not_replaced(flags: Sequence[Flag], given: Sequence[str], replaced: Mapping[str, Sequence[str]]) -> list[Flag]:

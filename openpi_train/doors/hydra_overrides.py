@@ -99,15 +99,27 @@ _NO_EFFECT = {
     "task.dataset.seed": "held-out episodes are chosen by their content: --data.validation-fraction",
     "policy.obs_encoder": "images: --objective.augmentation, --model.encoder-widths, --model.pooling",
 }
+# Keys that ask for what is not done, and what to give instead.
+_EVALUATED = "--eval.interval STEPS"
+_NOT_DONE = {
+    "training.checkpoint_every": "--save-interval STEPS",
+    "training.val_every": _EVALUATED,
+    "training.sample_every": _EVALUATED,
+    "training.rollout_every": "--eval.closed-loop.interval STEPS",
+    "training.max_val_steps": "--eval.num-rows ROWS",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HydraCommand:
-    """A translated command: the experiment, its flags, and a line per key."""
+    """A translated command: the experiment, its flags, a line per key, and what is not done, and what to give
+    instead.
+    """
 
     experiment: str
     flags: tuple[str, ...]
     lines: tuple[str, ...]
+    not_done: Mapping[str, str]
 
     def report(self) -> str:
         """Every key and its result, and the equivalent command."""
@@ -148,7 +160,7 @@ def translate(argv: Sequence[str]) -> tuple[HydraCommand, list[str]]:
         parts = [str(file.values[key]) for key in ("task.name", "setting", "expert_data_num") if key in file.values]
         file.flags["exp-name"] = f"{'-'.join(parts) or name}_seed{file.values.get('training.seed', 0)}"
     flags = tuple(word for flag in file.words for word in flag)
-    return HydraCommand(experiment=name, flags=flags, lines=lines), given
+    return HydraCommand(experiment=name, flags=flags, lines=lines, not_done=file.not_done(_NOT_DONE)), given
 
 
 def _config_name(argv: list[str]) -> tuple[str, list[str]]:

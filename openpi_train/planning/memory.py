@@ -250,6 +250,9 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Experi
         advice.append(
             f"train on more devices (about {needed * tensor_devices} of this size) with --fsdp-devices {needed}"
         )
+    sent = memory.params + memory.grads + memory.micro_grads + memory.compute_copy
+    if shared > 1 and experiment.sharding.strategy in ("replicated", "zero1", "zero2") and sent > 0.1 * memory.total:
+        advice.append("cut parameters and gradients, too: --sharding.strategy zero3")
     moments = memory.optimizer + memory.ema
     if moments > 0.1 * memory.total and experiment.sharding.offload == "none":
         offload = "optimizer+ema" if memory.ema else "optimizer"

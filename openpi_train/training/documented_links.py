@@ -1,14 +1,16 @@
 """Links at the places where other tools' guides say that a log or a checkpoint lies. Read next: `rundir.py`.
 
 A door says them in `VARIABLE`, one PLACE=TARGET a line: the target lies in the run's directory, the place may have
-{base} (the parent of all runs), {name} (the run's) and {time} (of the start).
+{base} (the parent of all runs), {name} (the run's), {time} (of the start) and {process}: then it is a link for each.
 """
 
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import jax
 
 from openpi_train.experiment import Experiment
 
@@ -29,7 +31,7 @@ def link_documented(experiment: Experiment, directory: Path) -> None:
 
     A link of an earlier start is kept or replaced; a file that is no link is left alone, with a warning.
     """
-    for line in os.environ.get(VARIABLE, "").splitlines():
+    for line in _each_process(os.environ.get(VARIABLE, "").splitlines()):
         place, _, target = line.rpartition("=")
         place = place.replace("{base}", experiment.checkpoint_base_dir).replace("{name}", experiment.exp_name)
         try:
@@ -38,6 +40,13 @@ def link_documented(experiment: Experiment, directory: Path) -> None:
             logger.warning("no link at %s, where a guide says that %s is: %s", place, target, error)
         else:
             logger.info("link: %s", link)
+
+
+def _each_process(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, those about a process once for each."""
+    for line in lines:
+        for index in range(jax.process_count() if "{process}" in line else 1):
+            yield line.replace("{process}", str(index))
 
 
 def _link(place: str, target: Path) -> Path:

@@ -10,6 +10,7 @@ import jax
 
 from openpi_train.experiment import Experiment
 from openpi_train.launch.preflight import SIZES_LINE, RunSizes
+from openpi_train.runtime import other_tools
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.run_length import unfit_for_length
@@ -48,6 +49,8 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
         for line in unfit_for_length(settling.experiment):
             print(f"warning: {line}")
     print("fits")
+    if text := other_tools.warning(os.environ):
+        print(f"warning: {text}")
     if settling.data is None:
         _tell_unchecked(notes)
     return 0

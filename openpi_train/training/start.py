@@ -31,7 +31,7 @@ from openpi_train.models.language.accompanied import policy_of
 from openpi_train.models.model_config import PolicyConfig
 from openpi_train.parallel.state import TrainState
 from openpi_train.rl.rollout_feed import RolloutFeed
-from openpi_train.runtime import agree, logs, phases, preempt, selftest, session
+from openpi_train.runtime import agree, logs, other_tools, phases, preempt, selftest, session
 from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
 from openpi_train.runtime.passing_errors import patiently
@@ -82,6 +82,8 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         if collectives is not None:
             logger.info("%s", collectives.line())
         run = start(settling, collectives)
+    if world.process_index == 0 and (text := other_tools.warning(os.environ)):
+        logger.warning("%s", text)
     try:
         with (
             crash_loop.counting(run.directory),

@@ -201,6 +201,8 @@ def test_devices_of_a_tensor_group_have_the_same_rows():
         ({"fp16": None, "bfloat16": {"enabled": True}}, "--model.dtype bfloat16", "--loss-scaling"),
         ({"steps_per_print": math.inf}, "--grad-accum 8", "--log-interval"),
         ({"fp16.enabled": False}, "--model.dtype float32", "--loss-scaling"),
+        ({"flops_profiler": {"enabled": True, "profile_step": 5}}, "--profile 10", "x"),
+        ({"flops_profiler": {"enabled": False, "profile_step": 5}}, "--grad-accum 8", "--profile"),
         ({"fp16.enabled": "auto"}, "--sharding", "--model.dtype"),
         ({"fp16.loss_scale": 128}, "--loss-scaling.initial 128.0 --loss-scaling.minimum 128.0", "interval 1000"),
         ({"fp16": None, "bf16": {"enabled": True, "bf16_optimizer_states": True}}, "--optimizer.moment-dtype", "fp16"),

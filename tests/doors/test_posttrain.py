@@ -275,6 +275,42 @@ def test_a_deepspeed_file_is_used_and_another_may_be_named(started):
     assert (other.sharding.strategy, other.sharding.offload) == ("zero3", "optimizer")
 
 
+@pytest.mark.parametrize(
+    ("width", "strategy"), [(64, "replicated"), (2048, "replicated"), (4096, "zero2"), (12288, "zero3")]
+)
+def test_the_tools_rule_chooses_by_the_number_of_parameters(started, project, monkeypatch, caplog, width, strategy):
+    # A layer of q, k, v and o (4 width^2, all heads), three products of 4 width, and two tables of 400 rows.
+    sizes = dataclasses.replace(
+        text_models.MODEL.sizes,
+        depth=10,
+        width=width,
+        mlp_dim=4 * width,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=width,
+        vocab_size=400,
+    )
+    large = dataclasses.replace(text_models.MODEL, sizes=sizes)
+    about = 10 * 16 * width**2
+    assert strategy == ("replicated" if about < 1e9 else "zero2" if about <= 7e9 else "zero3")
+    monkeypatch.setattr(posttrain, "_language_model", lambda where: (large, "model"))
+    text = (project / "config_distributed_example.yaml").read_text().replace('strategy: "ddp"', 'strategy: "rule"')
+    (project / "rule.yaml").write_text(text)
+    with caplog.at_level("INFO"):
+        assert run(started, "--config", "rule.yaml").sharding.strategy == strategy
+    (told,) = re.findall(r"distributed_strategy is rule, and the model has ([\d,]+) parameters", caplog.text)
+    assert int(told.replace(",", "")) == pytest.approx(about, rel=0.5)
+
+
+def test_without_an_algorithm_it_is_sft(started, project, caplog):
+    text = (project / "config_distributed_example.yaml").read_text().replace('  algorithm: "sft"\n', "")
+    (project / "plain.yaml").write_text(text)
+    with caplog.at_level("INFO"):
+        found = run(started, "--config", "plain.yaml")
+    assert (found.name, type(found.objective)) == ("sft", SupervisedText)
+    assert "no algorithm is given: sft" in caplog.text
+
+
 @pytest.fixture
 def on_the_hub(project, monkeypatch):
     """Addresses that were asked for, with the files; the hub has the project's model."""
@@ -340,7 +376,7 @@ def test_a_run_is_a_model_too(started, project):
             "posttrain takes a DeepSpeed file with --deepspeed-config",
         ),
         (["--config", "absent.yaml"], "the config absent.yaml cannot be read: No such file or directory"),
-        (["--config", "none.yaml"], "no algorithm: give --algorithm, or training.algorithm in none.yaml"),
+        (["--config", "none.yaml"], "no algorithm is given: sft, as in the tool's guide"),
         (["--config", "lost.yaml", "--algorithm", "sft"], "absent.jsonl"),
     ],
 )

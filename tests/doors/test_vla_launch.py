@@ -1,5 +1,6 @@
 """Every command of the PaliGemma VLA's guide, by its scripts, up to the run that each process would start."""
 
+import dataclasses
 import shlex
 
 import pytest
@@ -7,12 +8,20 @@ from launch.test_launchers import script
 from vla_project import write_vla_project
 
 from openpi_train import cli, train_verbs
+from openpi_train.doors.door_requests import VlaRequest
 from openpi_train.doors.vla import vla_launch
 from openpi_train.elastic import adapt
 from openpi_train.launch import launchers
 
 CONFIG = "configs/vla_config.yaml"
 BEST = "experiments/paligemma_vla_finetune_20241201_120000/checkpoints/best_model.pth"
+
+
+def test_the_help_names_every_option_of_the_run():
+    fields = {field.name for field in dataclasses.fields(VlaRequest)} - {"config"}
+    assert {f"--{name}" for name in fields} == set(vla_launch.OF_THE_RUN)
+    told = script("./scripts/train_multi_gpu.sh", "--help").stdout
+    assert "<task> <setting>" in told and all(option in told for option in ("--world_size", *vla_launch.OF_THE_RUN))
 
 
 @pytest.fixture

@@ -41,6 +41,28 @@ def test_dry_run_prints_a_line_per_process(capsys):
     ]
 
 
+def test_the_port_is_that_of_master_port_unless_it_is_a_running_processs(capsys, monkeypatch):
+    def port(*options):
+        assert launchers.main(["local", "--processes", "1", *options, "--dry-run", *EXPERIMENT]) == 0
+        return capsys.readouterr().out.partition("MASTER_PORT=")[2].split()[0]
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    assert (port(), port("--port", "1234")) == ("12345", "1234")
+    monkeypatch.setenv("RANK", "0")
+    assert port() != "12345"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("MASTER_PORT", "x")
+    assert launchers.main(["local", "--processes", "1", "--dry-run", *EXPERIMENT]) == 2
+    assert "MASTER_PORT is 'x'; it must be a port" in capsys.readouterr().err
+
+
+def test_the_help_of_run_distributed_has_the_options_of_both_of_its_forms():
+    told = run_distributed("--help").stdout
+    both = ("--mode", "--world-size", "--nproc_per_node", "--config", "--algorithm", "--use_torchrun", "--nnodes")
+    assert all(option in told for option in both)
+
+
 def test_manual_starts_its_share_and_prints_the_lines_of_the_other_hosts(capsys):
     options = ["manual", "--num-nodes", "3", "--master-addr", "10.0.0.1", "--gpus-per-node", "2", "--dry-run"]
     assert launchers.main([*options, "--node-rank", "1", *EXPERIMENT]) == 0

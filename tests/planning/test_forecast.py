@@ -219,6 +219,19 @@ def test_where_nothing_fits_the_least_need_and_what_helps_are_told():
     assert "(--eval.completions-per-device, or none in training: --eval.num-prompts 0)" in why
 
 
+def test_a_strategy_that_shards_more_is_advised_where_it_cuts_what_does_not_fit():
+    def advice(strategy, grads):
+        full = registry.load("pi0_libero")
+        sharded = dataclasses.replace(full, sharding=dataclasses.replace(full.sharding, strategy=strategy))
+        none = dict.fromkeys(("frozen", "optimizer", "ema", "compute_copy"), 0)
+        with pytest.raises(DoesNotFit) as found:
+            require(Memory(params=0, grads=grads, activations=8 * GIB, **none), 4 * GIB, 4, sharded)
+        return str(found.value).partition("What to do:\n")[2]
+
+    assert all("--sharding.strategy zero3" in advice(name, 8 * GIB) for name in ("replicated", "zero1", "zero2"))
+    assert "--sharding.strategy" not in advice("zero3", 8 * GIB) + advice("auto", 8 * GIB) + advice("zero1", 0)
+
+
 def test_more_devices_are_no_advice_where_the_state_fits_and_adapters_where_there_are_none():
     def advice(experiment, **fields):
         every = dict.fromkeys(("frozen", "optimizer", "ema", "grads", "compute_copy", "activations"), 0)

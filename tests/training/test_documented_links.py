@@ -5,6 +5,7 @@ import logging
 import os
 from pathlib import Path
 
+import jax
 import pytest
 from openpi_train_configs.debug import debug
 
@@ -61,7 +62,16 @@ def test_links_lead_to_what_is_not_there_yet_and_to_the_newest_run(run, tmp_path
     other = dataclasses.replace(experiment, exp_name="try2")
     link_documented(other, other.run_dir)
     assert os.readlink(latest) == "../ript/try2/latest"
-    assert len(list((tmp_path / "my output" / "logs").iterdir())) in (1, 2), "of the same second, or another"
+    logs_there = (tmp_path / "my output" / "logs").glob("distributed_training_*")
+    assert len(list(logs_there)) in (1, 2), "of the same second, or another"
+
+
+def test_every_process_has_a_link_of_its_own(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    documented({"{base}/logs/train_rank_{process}.log": "logs/process_{process}.log"})
+    link_documented(*run)
+    leads_to = {link.name: os.readlink(link) for link in (tmp_path / "my output" / "logs").iterdir()}
+    assert leads_to == {f"train_rank_{k}.log": f"../ript/try1/logs/process_{k}.log" for k in range(3)}
 
 
 def test_a_file_of_ones_own_is_left_alone(run, tmp_path, caplog):

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from openpi_train.doors import guide_files
-from openpi_train.doors.config_file import ConfigFile, Flag
-from openpi_train.doors.deepspeed.unmapped import UNMAPPED
+from openpi_train.doors.config_file import PROFILED_STEPS, ConfigFile, Flag
+from openpi_train.doors.deepspeed.unmapped import NOT_DONE, UNMAPPED
 from openpi_train.json_object import JsonObject
+from openpi_train.runtime import other_tools
 from openpi_train.runtime.exits import UsageError
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,17 @@ _PLAIN = {
     "wandb-enabled": "boolean wandb.enabled",
     "project-name": "text wandb.project",
 }
+# The keys that our errors are about, by the flag that they name.
+_KEYS = {
+    "--batch-size": f'{_TOTAL}, or "auto": {_ROWS} x {_ACCUM} x devices',
+    "--micro-batch-size": f'{_ROWS}, or "auto"',
+    "--grad-accum": f'{_ACCUM}, or "auto"',
+    "--sharding.strategy": "zero_optimization.stage 1, 2 or 3, of which 3 needs least memory",
+    "--sharding.offload": 'zero_optimization.offload_optimizer {"device": "cpu"}',
+    "--fsdp-devices": "zero_optimization.mics_shard_size, which shards over all devices if it is absent",
+    "--optimizer.moment-dtype": "bf16.bf16_optimizer_states true",
+}
+_CHANGE = 'change one of the three, or make it "auto"'
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")
 
 
@@ -111,10 +123,17 @@ def translate_file(path: str | Path, num_devices: int | None = None) -> DeepSpee
         raise UsageError(f"{path}: {error}") from error
 
 
+def note_file(path: str, translated: DeepSpeedFlags) -> None:
+    """Remember what the file of a run asks that is not done, and its keys for errors that name flags."""
+    other_tools.note_not_done(translated.file.not_done(NOT_DONE))
+    other_tools.note_keys(path, _KEYS)
+
+
 def before_given(file: str, given: Sequence[str]) -> list[str]:
     """The flags of a DeepSpeed config, which are logged, followed by the `given` ones."""
     translation = translate_file(file)
     words = translation.before(given)
+    note_file(file, translation)
     logger.info("%s, key by key:\n%s", file, translation.report())
     return words
 
@@ -189,16 +208,16 @@ def _product(total: int, rows: int, accum: int | None, num_devices: int | None) 
     factors = f"{_ROWS} {rows} x {_ACCUM} {accum}" if accum else f"{_ROWS} {rows}"
     devices, rest = divmod(total, per_device)
     if rest:
-        raise UsageError(f"{_TOTAL} {total} is not a multiple of {factors} = {per_device}; change one of them")
+        raise UsageError(f"{_TOTAL} {total} is not a multiple of {factors} = {per_device}; {_CHANGE}")
     if num_devices is None:
         return (devices if accum else None), accum
     if accum and devices != num_devices:
         raise UsageError(
             f"{_TOTAL} {total} = {factors} x {devices} devices, not {num_devices}; for {num_devices} set {_TOTAL} "
-            f"{per_device * num_devices}, or omit {_ACCUM}"
+            f'{per_device * num_devices}, or make one of the three "auto"'
         )
     if devices % num_devices:
-        raise UsageError(f"{_TOTAL} {total} is not a multiple of {factors} x {num_devices} devices; change one of them")
+        raise UsageError(f"{_TOTAL} {total} is not a multiple of {factors} x {num_devices} devices; {_CHANGE}")
     return num_devices, accum or devices // num_devices
 
 
@@ -283,6 +302,9 @@ def _others(file: ConfigFile) -> None:
     else:
         file.plain({"log-interval": "count steps_per_print"})
     file.plain(_PLAIN)
+    profiles = "flops_profiler.enabled"
+    file.flag("profile", PROFILED_STEPS if file.boolean(profiles, False) else None, profiles)
+    file.note_all("flops_profiler", "the steps after a start's first ones are traced: --profile")
 
 
 def _optimizer(file: ConfigFile) -> None:

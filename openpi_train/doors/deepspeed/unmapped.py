@@ -95,9 +95,7 @@ _KEYS: Mapping[str, str] = {
     "the models have no mixture of experts": "use_data_before_expert_parallelism",
     "runs are elastic (--elastic): the same rows on another number of devices": "elasticity",
     "--dry-run reports what fits before anything is allocated": "autotuning",
-    "metrics.jsonl always has step time, data wait and MFU": """
-        wall_clock_breakdown memory_breakdown flops_profiler comms_logger
-    """,
+    "metrics.jsonl always has step time, data wait and MFU": "wall_clock_breakdown memory_breakdown comms_logger",
     "experiment.json and environment.json always hold it": "dump_state",
     "metrics.jsonl is always written": "csv_monitor monitor_config",
     "only TensorBoard and wandb are supported": "comet",
@@ -106,6 +104,37 @@ _KEYS: Mapping[str, str] = {
     "set wandb's own WANDB_ENTITY": "wandb.team",
     "set wandb's own WANDB_RUN_GROUP": "wandb.group",
     "the model determines the vocabulary size": "vocabulary_size",
+}
+
+_NO_OFFLOAD = (
+    "parameters stay on the devices: more of them shard the state further (stage 3), and offload_optimizer "
+    '{"device": "cpu"} moves moments and average to host memory'
+)
+_NOT_BUILT = "not built, and there is nothing in its place"
+# Keys that ask for what is not done, and what to give instead.
+NOT_DONE: Mapping[str, str] = {
+    **dict.fromkeys(("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"), _NO_OFFLOAD),
+    "zero_optimization.offload_optimizer.device=nvme": '"cpu": a drive is far slower than host memory',
+    **dict.fromkeys(
+        (
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        'communication_data_type "bf16", which halves what gradients send',
+    ),
+    "fp16.fp16_master_weights_and_grads": "bf16.bf16_optimizer_states true makes the moments small",
+    "bf16.bf16_master_weights_and_grads": "bf16.bf16_optimizer_states true makes the moments small",
+    "amp.enabled": "fp16.enabled or bf16.enabled",
+    "torch_autocast.enabled": "fp16.enabled or bf16.enabled",
+    "sparse_attention.mode": _NOT_BUILT,
+    "progressive_layer_drop.enabled": _NOT_BUILT,
+    "eigenvalue.enabled": _NOT_BUILT,
+    "quantize_training.enabled": _NOT_BUILT,
+    "curriculum_learning.enabled": _NOT_BUILT,
+    "data_efficiency.enabled": _NOT_BUILT,
+    "comet.enabled": "tensorboard.enabled or wandb.enabled",
+    "optimizer.params.amsgrad": _NOT_BUILT,
 }
 
 UNMAPPED: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}

@@ -4,15 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 
 from openpi_train.doors.config_file import Flag, contradiction, words
-from openpi_train.doors.deepspeed.flags import STRATEGIES, DeepSpeedFlags, translate_file
+from openpi_train.doors.deepspeed.flags import STRATEGIES, DeepSpeedFlags, note_file, translate_file
 from openpi_train.doors.posttraining.yaml_config import YamlConfig
 from openpi_train.runtime.exits import UsageError
 
 _STRATEGY, _SAME_STRATEGY = "distributed_strategy", "hardware.distributed.strategy"
 _FILE, _SAME_FILE = "deepspeed.config_path", "deepspeed_config"
 _STAGE, _OFFLOAD = "deepspeed_zero_stage", "deepspeed_cpu_offload"
-_KINDS = ("ddp", "deepspeed", "auto")
-_RULE = "by memory and speed (the tool's rule, by parameters: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
+# Of which `rule` is what the tool means by auto, its rule by the number of parameters (`posttrain.py`).
+_KINDS = ("ddp", "deepspeed", "auto", "rule")
+_CHOSEN = "by memory and speed (`rule`: by parameters, as the tool does: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
 _BATCH = ("batch-size", "keep-effective-batch-size")
 _SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
 
@@ -62,13 +63,15 @@ class BesideDeepSpeed:
         """The flags of both files, the YAML config's last.
 
         As in the tool, the YAML config's rate replaces that of the DeepSpeed file, its warm-up or schedule both of the
-        other's, its interval of log lines the other's, and so does the strategy `auto`. Raises UsageError if the files
-        differ in anything else.
+        other's, its interval of log lines the other's, and so do the strategies `auto` and `rule`. Raises UsageError if
+        the files differ in anything else.
         """
         own = {name: words(name, value) for name, value in file.flags.items()}
         differ = []
         for name, flag in own.items():
-            replaces = name.startswith(_SCHEDULE) or name in (*_BATCH, "log-interval") or flag[1:] == ("auto",)
+            replaces = (
+                name.startswith(_SCHEDULE) or name in (*_BATCH, "log-interval") or flag[1:] in (("auto",), ("rule",))
+            )
             if name in self.flags and not replaces and not _same(flag, self.flags[name]):
                 keys = " and ".join(f"{key} is {file.values[key]}" for key in file.origin[name])
                 differ.append(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
@@ -99,19 +102,21 @@ def translate_strategy(file: YamlConfig) -> BesideDeepSpeed:
     if file.boolean("distributed") is False and strategy in ("ddp", "deepspeed"):
         raise contradiction(f"distributed is false and {_STRATEGY} is {strategy}")
     file.note("on all devices of the processes that are started", "distributed")
-    if strategy in ("ddp", "auto"):
-        file.flag("sharding.strategy", "replicated" if strategy == "ddp" else "auto", *keys)
-        file.note("auto chooses", _STAGE)
+    if strategy in ("ddp", "auto", "rule"):
+        file.flag("sharding.strategy", "replicated" if strategy == "ddp" else strategy, *keys)
+        file.note(f"{strategy} chooses", _STAGE)
     else:
         file.flag("sharding.strategy", None if stage is None else STRATEGIES[stage], _STAGE)
-        file.note(f"as {path or _STAGE} says" if path or stage is not None else _RULE, *keys)
+        file.note(f"as {path or _STAGE} says" if path or stage is not None else _CHOSEN, *keys)
     if strategy == "auto":
-        file.note(_RULE, *keys)
+        file.note(_CHOSEN, *keys)
     file.flag("sharding.offload", {None: None, True: "optimizer", False: "none"}[offload], _OFFLOAD)
     file.note("translated below", *paths)
     if path is None:
         return BesideDeepSpeed()
-    return BesideDeepSpeed(path=path, translated=translate_file(path))
+    translated = translate_file(path)
+    note_file(path, translated)
+    return BesideDeepSpeed(path=path, translated=translated)
 
 
 def _same(one: Flag, other: Flag) -> bool:

@@ -7,6 +7,7 @@ to 0, float32. Read next: `training_flags.py`, `posttrain_rl.py` for ppo and grp
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from openpi_train.doors.posttraining.training_flags import (
     DEFAULT_OUTPUT,
     DEFAULT_ROWS,
     DEFAULT_SAVE,
+    KEYS,
     TranslatedConfig,
     translate_config,
 )
@@ -35,6 +37,7 @@ from openpi_train.evaluation.measure import Evaluations
 from openpi_train.experiment import Experiment
 from openpi_train.interop import native_format
 from openpi_train.interop.checkpoint_tokenizer import on_disk
+from openpi_train.interop.openpi import parameter_shapes
 from openpi_train.interop.place import Place
 from openpi_train.json_object import JsonObject
 from openpi_train.models.language import LanguageConfig, huggingface
@@ -97,7 +100,8 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
     translated = translate_config(
         config, _algorithm(request, config), _replaced(request), name=Path(request.config).stem
     )
-    logger.info("%s, key by key:\n%s", request.config, translated.report())
+    translated = _by_rule(translated)
+    translated.tell(request.config, KEYS)
     if translated.algorithm in RL_ALGORITHMS and not translated.rewards and request.mode == "train":
         raise NoRewardError(translated.algorithm)
     if translated.resumed is not None and not translated.resumed.is_dir() and request.mode == "train":
@@ -114,6 +118,24 @@ def experiment_of(request: PosttrainRequest, given: Sequence[str]) -> tuple[Expe
         experiment = dataclasses.replace(experiment, keep_effective_batch_size=True)
     words = [word.replace("--model.", prefix, 1) for flag in kept for word in flag]
     return experiment, [*going_on(words, given), *given]
+
+
+def _by_rule(translated: TranslatedConfig) -> TranslatedConfig:
+    """With the tool's own choice in place of `distributed_strategy: rule`: below 1B parameters ddp, up to 7B ZeRO-2,
+    above ZeRO-3. Reads the model's sizes.
+    """
+    asked = ("--sharding.strategy", "rule")
+    if asked not in translated.flags:
+        return translated
+    num_parameters = sum(map(math.prod, parameter_shapes(_language_model(translated.model)[0]).values()))
+    strategy = "replicated" if num_parameters < 1e9 else "zero2" if num_parameters <= 7e9 else "zero3"
+    chosen = (asked[0], strategy)
+    lines = (line.replace(" ".join(asked), " ".join(chosen)) for line in translated.lines)
+    return dataclasses.replace(
+        translated,
+        flags=tuple(chosen if flag == asked else flag for flag in translated.flags),
+        lines=(*lines, f"distributed_strategy is rule, and the model has {num_parameters:,} parameters"),
+    )
 
 
 def _built(translated: TranslatedConfig) -> tuple[Experiment, str]:
@@ -202,7 +224,8 @@ def _algorithm(request: PosttrainRequest, config: JsonObject) -> Algorithm:
     name = request.algorithm or said or config.get("algorithm")
     allowed = f"allowed: {', '.join(_NAMES)}"
     if name is None:
-        raise UsageError(f"no algorithm: give --algorithm, or training.algorithm in {request.config}; {allowed}")
+        logger.info("no algorithm is given: sft, as in the tool's guide; %s", allowed)
+        return "sft"
     if name not in _NAMES:
         raise UsageError(f"--algorithm {name}: {allowed}")
     return _NAMES[name]

@@ -18,7 +18,8 @@ from openpi_train.launch.spec import DEFAULT_PORT
 # Options of `posttrain` that replace the config's values.
 _REPLACING = ("output_dir", "experiment_name", "resume_from_checkpoint")
 PAGE = "docs/launching.md"
-_OPTIONS = ("--config", "--nproc_per_node", "--nproc-per-node", "--use_torchrun", "--use-torchrun")
+# Options that the older tool's `--mode` form has, too.
+_OF_BOTH = ("--node-rank", "--master-addr", "--master-port", "--devices-per-process", "--dry-run", "--output-dir")
 
 
 class DoorParser(LaunchParser):
@@ -31,7 +32,14 @@ class DoorParser(LaunchParser):
 
 def is_meant(options: Sequence[str]) -> bool:
     """Whether these are options of that tool's launcher."""
-    return any(word.partition("=")[0] in _OPTIONS for word in options)
+    names = {name for action in _parser()._actions for name in action.option_strings}
+    own = names.difference(_OF_BOTH, ("-h", "--help"))
+    return any(word.partition("=")[0] in own for word in options)
+
+
+def help_text() -> str:
+    """The launcher's help."""
+    return _parser().format_help()
 
 
 def main(options: Sequence[str], arguments: Sequence[str] = ()) -> int:

@@ -37,7 +37,6 @@ INSTEAD: Mapping[str, str] = {
     "reward_clip_range": _OWN_REWARD,
 }
 WITHOUT: Mapping[str, str] = {
-    "no flag: no step is left out; watch approx_kl and clip_fraction": "target_kl",
     "no flag: completions are made on the training devices, with the weights that train": """
         use_vllm vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size
         ds3_gather_for_generation

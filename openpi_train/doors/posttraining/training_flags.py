@@ -8,13 +8,14 @@ import dataclasses
 import os
 from pathlib import Path
 
-from openpi_train.doors.config_file import Translated, contradiction
+from openpi_train.doors.config_file import Translated, contradiction, keys_by_flag
 from openpi_train.doors.own_checkpoint import own_checkpoint
 from openpi_train.doors.posttraining.beside_deepspeed import BesideDeepSpeed, translate_strategy
 from openpi_train.doors.posttraining.model_keys import MODEL_KEY, start_model
 from openpi_train.doors.posttraining.reward_keys import rewards_of
 from openpi_train.doors.posttraining.rl_flags import rl_flags
 from openpi_train.doors.posttraining.text_sources import NoSourcesError, TextSource, text_sources
+from openpi_train.doors.posttraining.without_flag import NOT_DONE
 from openpi_train.doors.posttraining.yaml_config import Algorithm, YamlConfig
 from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
@@ -44,6 +45,23 @@ _PLAIN = {
     "keep-last": "count save_total_limit",
     "log-interval": "count logging_steps",
     "data.cache-dir": "text data.cache_dir",
+}
+# The keys that our errors are about, by the flag that they name.
+KEYS = {
+    **keys_by_flag(_PLAIN),
+    "--batch-size": "per_device_train_batch_size x gradient_accumulation_steps x devices",
+    "--micro-batch-size": "per_device_train_batch_size",
+    "--grad-accum": "gradient_accumulation_steps",
+    "--model.remat": "gradient_checkpointing: true",
+    "--model.dtype": "bf16: true",
+    "--sharding.strategy": "distributed_strategy: deepspeed with deepspeed_zero_stage: 1, 2 or 3",
+    "--sharding.offload": "deepspeed_cpu_offload: true",
+    "--data.max-length": "data.max_length",
+    "--num-train-steps": "max_steps",
+    "--rl.group-size": "num_generations",
+    "--rl.max-new-tokens": "max_new_tokens",
+    "--rl.completions-per-device": "local_rollout_forward_batch_size",
+    "--rl.epochs": "ppo_epochs, or num_iterations of grpo",
 }
 
 
@@ -102,6 +120,7 @@ def translate_config(
         raise NoSourcesError(algorithm)
     flags, lines = deepspeed.joined(file), (*lines, *deepspeed.lines)
     return TranslatedConfig(
+        not_done=file.not_done(NOT_DONE),
         algorithm=algorithm,
         model=model,
         sources=sources,

@@ -5,6 +5,7 @@ A key includes all keys below it. Keys of `training` are named without it, as th
 
 from collections.abc import Mapping
 
+_TARGET_KL = "target_kl ppo.target_kl grpo.target_kl rlhf.target_kl"
 _KEYS: Mapping[str, str] = {
     "XLA plans communication and its buffers when the step is compiled": """
         ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_gradient_as_bucket_view
@@ -45,9 +46,22 @@ _KEYS: Mapping[str, str] = {
     "the length of the run limits what is read: num_epochs or max_steps": "data.merge_config.max_merged_samples",
     "texts are encoded once, by one process, into the token cache": "data.preprocessing_num_workers",
     "a pattern of parameter paths can be frozen: --freeze": "freeze_layers reward.freeze_layers",
+    "no step is left out; watch approx_kl and clip_fraction": _TARGET_KL,
     "for the command `generate`": """
         generation max_new_tokens temperature top_k top_p dpo.max_new_tokens dpo.temperature dpo.top_k dpo.top_p
     """,
+}
+
+# Keys that ask for what is not done, and what to give instead.
+NOT_DONE: Mapping[str, str] = {
+    "ddp_timeout": "--timeouts.stuck-s SECONDS is a step's limit, --timeouts.rendezvous-s that of the start",
+    "data.merge_config.max_merged_samples": "max_steps, or files with fewer records",
+    **dict.fromkeys(
+        ("data.max_prompt_length", "max_prompt_length", "dpo.max_prompt_length"),
+        "data.max_length, which prompt and completion share",
+    ),
+    **dict.fromkeys(("freeze_layers", "reward.freeze_layers"), "--freeze PATTERN of parameter paths"),
+    **dict.fromkeys(_TARGET_KL.split(), "kl_coef, which weighs the divergence; no step of an iteration is left out"),
 }
 
 WITHOUT_FLAG: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}

@@ -7,6 +7,7 @@ Read next: `ript_flags.py`, `rl/robot_rl.py`.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.choice import on_env
 from openpi_train.doors.begun_anew import begun_anew
 from openpi_train.doors.door_requests import RiptRequest
-from openpi_train.doors.ript.ript_flags import ENV, TranslatedRipt, translate_ript
+from openpi_train.doors.ript.ript_flags import ENV, KEYS, TranslatedRipt, translate_ript
 from openpi_train.doors.yaml_file import read_yaml
 from openpi_train.envs.env import Env
 from openpi_train.envs.named_envs import FORMS, environment
@@ -41,6 +42,7 @@ NAME = "ript"
 # Where the guide of the trainers says that they are.
 _LINKS = {
     "{base}/logs/distributed_training_{time}_node0.log": "logs/process_0.log",
+    "{base}/logs/train_rank_{process}.log": "logs/process_{process}.log",
     "{base}/distributed_training_results.json": "distributed_training_results.json",
     "{base}/checkpoints/checkpoint_latest": "latest",
 }
@@ -56,7 +58,9 @@ def experiment_of(request: RiptRequest, given: Sequence[str]) -> tuple[Experimen
     """
     replaced = {} if request.env is None else {ENV: request.env}
     translated = translate_ript(read_yaml(request.config), replaced, name=Path(request.config).stem)
-    logger.info("%s, key by key:\n%s", request.config, translated.report())
+    translated.tell(request.config, KEYS)
+    if translated.debugs:
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
     documented(_LINKS)
     base = _base(request, translated)
     logger.info("model, robot and environment: those of %s", base.name)

@@ -8,8 +8,8 @@ import dataclasses
 import json
 import math
 
-from openpi_train.doors.config_file import Translated, contradiction
-from openpi_train.doors.ript.without_ript_flag import WITHOUT_RIPT_FLAG
+from openpi_train.doors.config_file import PROFILED_STEPS, Translated, contradiction, keys_by_flag
+from openpi_train.doors.ript.without_ript_flag import NOT_DONE, WITHOUT_RIPT_FLAG
 from openpi_train.doors.torch_optimizer import translate_optimizer
 from openpi_train.doors.yaml_file import YamlFile
 from openpi_train.json_object import JsonObject
@@ -17,8 +17,6 @@ from openpi_train.runtime.exits import UsageError
 
 # Rollouts of a group, groups of a device, passes over an iteration's rollouts, iterations, and those between saves.
 _GROUP_SIZE, _GROUPS, _EPOCHS, _ITERATIONS, _SAVE_EVERY = 4, 2, 4, 20, 10
-# Steps of a trace by the profiler.
-_PROFILED = 10
 _GROUP_SIZE_KEY, _BATCH_KEY = "algo.rloo_batch_size", "algo.ppo_batch_size"
 _GROUPS_KEYS = ("algo.data_batch_size", "algo.demo_batch_size", "train_dataloader.batch_size")
 _EPOCHS_KEYS = ("algo.num_epochs", "algo.num_ppo_epochs")
@@ -27,6 +25,7 @@ _CLIP_KEYS, _CLIP_HIGH = ("algo.ppo_clip_range", "algo.clip_range"), "algo.ppo_c
 _TASKS, _TASK = "task.task_names_to_use", "task.task_name"
 # The key of the environment's name.
 ENV = "task.benchmark_name"
+_DEBUG = "debug.distributed_debug"
 _TRACK, _SKIP = "algo.enable_rollout_stats_tracking", "algo.rollout_skip_threshold"
 _NAME = "exp_name"
 _STATES, _LENGTH = "rl.states-per-task", "rl.max-steps"
@@ -54,14 +53,26 @@ _PLAIN = {
     "model.remat": "recomputes data_parallel.enable_gradient_checkpointing",
     "project-name": "text logging.project",
 }
+# The keys that our errors are about, by the flag that they name.
+KEYS = {
+    **keys_by_flag(_PLAIN),
+    "--rl.group-size": _GROUP_SIZE_KEY,
+    "--rl.num-groups": _GROUPS_KEYS[0],
+    "--rl.epochs": _EPOCHS_KEYS[0],
+    "--batch-size": f"{_BATCH_KEY}, of one device",
+    "--num-train-steps": "training.num_train_steps, in iterations",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatedRipt(Translated):
-    """With the checkpoint to start from, and the environment's name (None: that of the checkpoint's run)."""
+    """With the checkpoint to start from, the environment's name (None: that of the checkpoint's run), and whether NCCL
+    is to log, too.
+    """
 
     policy: str | None
     env: str | None
+    debugs: bool
 
 
 def translate_ript(config: JsonObject, given: JsonObject | None = None, name: str | None = None) -> TranslatedRipt:
@@ -90,7 +101,10 @@ def translate_ript(config: JsonObject, given: JsonObject | None = None, name: st
     policy, env = file.agreed(YamlFile.text, *_POLICY_KEYS), file.text(ENV)
     file.flag("weight-loader.params-path", policy, *_POLICY_KEYS)
     file.note("the environment, in RL and in evaluations", ENV)
-    return TranslatedRipt(policy=policy, env=env, lines=file.lines(), flags=file.words)
+    debugs = bool(file.boolean(_DEBUG))
+    file.note("NCCL_DEBUG=INFO, unless it is set" if debugs else "no effect", _DEBUG)
+    lines, not_done = file.lines(), file.not_done(NOT_DONE)
+    return TranslatedRipt(policy=policy, env=env, debugs=debugs, lines=lines, flags=file.words, not_done=not_done)
 
 
 def _resume(file: YamlFile) -> None:
@@ -210,7 +224,7 @@ def _precision(file: YamlFile) -> None:
     half = file.agreed(YamlFile.boolean, *mixed)
     file.flag("model.dtype", None if half is None else "bfloat16" if half else "float32", *mixed)
     profiles = "debug.profile_performance"
-    file.flag("profile", {None: None, True: _PROFILED, False: 0}[file.boolean(profiles)], profiles)
+    file.flag("profile", {None: None, True: PROFILED_STEPS, False: 0}[file.boolean(profiles)], profiles)
 
 
 def _tracking(file: YamlFile) -> None:

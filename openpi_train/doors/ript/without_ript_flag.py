@@ -32,9 +32,6 @@ _KEYS: Mapping[str, str] = {
     "the newest good checkpoint is used": "fault_tolerance.resume_from_latest",
     "memory is in the log and in plan.json": "debug.log_memory_usage",
     "what became of every iteration is in the run's folder: metrics.jsonl, eval/": "debug.save_intermediate_results",
-    "logs of all processes are in the run's folder; NCCL_DEBUG=INFO (the launcher's --debug) for those of NCCL": """
-        debug.distributed_debug
-    """,
     "an iteration's acting, waves and groups are in every line of the log": """
         enhanced_sampling.debug_sampling log_interval verbose use_tqdm
     """,
@@ -60,6 +57,12 @@ _KEYS: Mapping[str, str] = {
         features.enable_parallel_envs features.use_ript_vla_runner task.suite_name env
     """,
     "the run's folder is <output_dir>/ript/<exp_name>": "logging_folder make_unique_experiment_dir variant_name",
+}
+
+# Keys that ask for what is not done, and what to give instead.
+NOT_DONE: Mapping[str, str] = {
+    "distributed.timeout_seconds": "--timeouts.stuck-s SECONDS is a step's limit; acting has none",
+    "performance.max_memory_per_gpu_gb": "XLA_CLIENT_MEM_FRACTION=0.3 is the share of a GPU's memory that jax takes",
 }
 
 WITHOUT_RIPT_FLAG: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}

@@ -6,7 +6,6 @@ Read next: `vla_flags.py`.
 """
 
 import dataclasses
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from openpi_train.doors.door_requests import VlaRequest
 from openpi_train.doors.own_checkpoint import going_on
 from openpi_train.doors.vla.vla_flags import (
     DEFAULT_OUTPUT,
+    KEYS,
     MODEL_KEY,
     NAME,
     NAME_KEY,
@@ -42,8 +42,6 @@ from openpi_train.robots.robot import Robot
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 from openpi_train.tools.requests import given_fields
 from openpi_train.training.documented_links import documented
-
-logger = logging.getLogger(__name__)
 
 # Options of the trainer, by the key that each replaces or stands for.
 _OPTIONS = {
@@ -78,7 +76,7 @@ def experiment_of(request: VlaRequest, given: Sequence[str]) -> tuple[Experiment
     Logs what became of every key, and sets the team at Weights & Biases. Raises RunError, saying what to do.
     """
     translated = translate_vla(read_yaml(request.config), _replacing(request), name=Path(request.config).stem)
-    logger.info("%s, key by key:\n%s", request.config, translated.report())
+    translated.tell(request.config, KEYS)
     if translated.entity is not None:
         os.environ.setdefault("WANDB_ENTITY", translated.entity)
     documented(_LINKS)

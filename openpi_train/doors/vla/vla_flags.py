@@ -8,11 +8,11 @@ import dataclasses
 import re
 from pathlib import Path
 
-from openpi_train.doors.config_file import Translated, contradiction
+from openpi_train.doors.config_file import Translated, contradiction, keys_by_flag
 from openpi_train.doors.own_checkpoint import own_checkpoint, split_checkpoint
 from openpi_train.doors.posttraining.model_keys import address_of
 from openpi_train.doors.torch_optimizer import translate_betas, translate_optimizer
-from openpi_train.doors.vla.without_vla_flag import WITHOUT_VLA_FLAG
+from openpi_train.doors.vla.without_vla_flag import NOT_DONE, WITHOUT_VLA_FLAG
 from openpi_train.doors.yaml_file import YamlFile
 from openpi_train.json_object import JsonObject
 from openpi_train.runtime.exits import UsageError
@@ -49,6 +49,14 @@ _PLAIN = {
     "model.head.num-heads": f"count {_HEAD}.num_heads",
     "model.max-token-len": "count data.prompt_max_len",
     "eval.num-sample-steps": f"count {_HEAD}.num_inference_timesteps",
+}
+# The keys that our errors are about, by the flag that they name.
+KEYS = {
+    **keys_by_flag(_PLAIN),
+    "--weight-loader.params-path": MODEL_KEY,
+    "--model.dtype": "model.vlm_config.dtype",
+    "--freeze": "model.vlm_config.freeze_vision_tower, freeze_language_model",
+    "--no-keep-effective-batch-size": "without --keep_effective_batch_size",
 }
 # The feed-forward layers of the trainer's head, relative to its width.
 _MLP_FACTOR = 4
@@ -99,6 +107,7 @@ def translate_vla(config: JsonObject, given: JsonObject | None = None, name: str
         cameras=cameras,
         flags=file.words,
         lines=(*file.lines(), f"{batch}; the learning rate stays"),
+        not_done=file.not_done(NOT_DONE),
         entity=entity,
     )
 

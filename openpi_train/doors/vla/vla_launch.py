@@ -15,6 +15,12 @@ from openpi_train.launch.options import LaunchParser
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError
 
 _PROGRAM = "main_train_ddp.py"
+# Options of the trainer that are the run's, and not the launcher's (`door_requests.py`).
+OF_THE_RUN = (
+    "--experiment --batch_size --keep_effective_batch_size --epochs --lr --checkpoint_dir --experiment_name "
+    "--model_path_override --train_data_override --val_data_override --resume_checkpoint --use_wandb "
+    "--wandb_project_name --wandb_entity"
+).split()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,8 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = LaunchParser(
         prog=_PROGRAM,
         description="Train a PaliGemma policy by a YAML config, on the GPUs of this host.",
-        epilog="Other options, such as --batch_size, --epochs and --keep_effective_batch_size, go to "
-        "`python -m openpi_train vla`, whose --help explains them.",
+        epilog=f"Other options go to `python -m openpi_train vla`, whose --help explains them: {' '.join(OF_THE_RUN)}",
     )
     parser.add_argument("--config_path", "--config-path", "--config", default="configs/vla_config.yaml")
     parser.add_argument(

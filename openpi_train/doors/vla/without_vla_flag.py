@@ -20,4 +20,10 @@ _KEYS: Mapping[str, str] = {
     "epochs there; here steps: --save-interval": "save_checkpoint_interval",
 }
 
+# Keys that ask for what is not done, and what to give instead.
+NOT_DONE: Mapping[str, str] = {
+    "save_checkpoint_interval": "--save-interval STEPS; the best and the last are saved in any case",
+    f"{_HEAD}.dropout_prob": "--optimizer.weight-decay; the flow head has no dropout",
+}
+
 WITHOUT_VLA_FLAG: Mapping[str, str] = {key: reason for reason, keys in _KEYS.items() for key in keys.split()}
