@@ -48,14 +48,24 @@ def checkout(tmp_path_factory):
     return folder
 
 
+def write_plain_pythons(folder):
+    """A folder with `python` and `python3` that lack our packages, as a system has them."""
+    folder.mkdir(exist_ok=True)
+    for name in ("python", "python3"):
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys._base_executable}" -S "$@"\n')  # pyright: ignore
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def plain_pythons(tmp_path):
+    return write_plain_pythons(tmp_path / "bin")
+
+
 def started(checkout, line, folder):
     """The script, or `-m openpi_train` in the checkout, in a shell that knows no Python but the system's."""
     script, *words = line.split()
-    plain = folder / "bin"
-    plain.mkdir(exist_ok=True)
-    if not (plain / "python3").exists():  # one without our packages, as a system has it
-        (plain / "python3").write_text(f'#!/bin/sh\nexec "{sys._base_executable}" -S "$@"\n')  # pyright: ignore
-        (plain / "python3").chmod(0o755)
+    plain = write_plain_pythons(folder / "bin")
     is_module = script == "-m"
     program = "bash" if script.endswith(".sh") else str(plain / "python3")
     return subprocess.run(
