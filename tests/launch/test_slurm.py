@@ -281,6 +281,8 @@ def test_create_slurm_writes_the_file_of_the_guide(tmp_path):
 def test_create_slurm_takes_an_experiment(capsys):
     done = run_distributed(*GUIDE, "slurm_scripts", "--dry-run", *EXPERIMENT)
     options = ["--job-name", "distributed_training", "--time-limit", "24:00:00", "--partition", "gpu"]
+    # The guide's `tail -f logs/training.log`.
+    options += ["--env", "OPENPI_TRAIN_LINKS=logs/training.log=logs/process_0.log"]
     assert done.stdout == dry_run(capsys, *options)
 
 
