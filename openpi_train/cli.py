@@ -127,7 +127,7 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data prepare|collect|index|check|inspect|repack|merge|convert|fit-fast`: make, check, convert datasets."""
+    """`data sample|prepare|collect|index|check|inspect|repack|merge|convert|fit-fast`: make and check datasets."""
     from openpi_train.tools.data import main
 
     return main(argv, parse_experiment)

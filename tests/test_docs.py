@@ -119,7 +119,8 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     for name, text in written.items():
         file.with_name(name).write_text(text)
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
-    file.with_name("my_arm").symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")
+    for name in ("my_arm", "demos"):
+        file.with_name(name).symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")
     stores = {"six_tasks": "arms_14", "pusht/pusht_cchi_v7_replay": "push_t"}
     for name, fixture in stores.items():
         store = file.parent / "data" / f"{name}.zarr"

@@ -1,6 +1,6 @@
-"""The output directory of a conversion: hidden beside the target, and renamed to it when it is complete.
+"""The output directory of a command: hidden beside the target, and renamed to it when it is complete.
 
-Read next: `convert_checkpoint.py`.
+Read next: `convert_checkpoint.py`, `sample_data.py`.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
+def drafted(target: Path, needed: int, overwrite: bool, kind: type[RunError] = CheckpointError) -> Iterator[Path]:
     """Yield a path beside `target` for `needed` bytes; renamed to `target` at the end, removed on failure.
 
     Remains of killed processes of this host are removed first. Raises UsageError if `target`
-    exists and may not be moved aside, CheckpointError if it cannot be written.
+    exists and may not be moved aside, `kind` if it cannot be written.
     """
-    check_draft(target, needed, overwrite)
+    check_draft(target, needed, overwrite, kind)
     made = [folder for folder in target.parents if not folder.exists()]
     draft = target.with_name(f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}")
     try:
@@ -38,11 +38,11 @@ def drafted(target: Path, needed: int, overwrite: bool) -> Iterator[Path]:
             logger.info("--overwrite: what was in %s now lies in %s", target, set_aside(target, "replaced"))
         draft.rename(target)
     except Exception as error:  # tensorstore and safetensors have many kinds
-        if isinstance(error, CheckpointError | UsageError):
+        if isinstance(error, kind | UsageError):
             raise
         full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
         what = "the disk is full; free some space" if full else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{target} could not be written: {what}. Nothing was left there") from error
+        raise kind(f"{target} could not be written: {what}. Nothing was left there") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         for folder in made if not target.exists() else []:
@@ -72,13 +72,13 @@ def told_as(inner: Path, own: str) -> Iterator[None]:
             handler.removeFilter(renamed)
 
 
-def check_draft(target: Path, needed: int, overwrite: bool) -> None:
-    """Raise UsageError and CheckpointError as `drafted` does before it writes."""
+def check_draft(target: Path, needed: int, overwrite: bool, kind: type[RunError] = CheckpointError) -> None:
+    """Raise UsageError and `kind` as `drafted` does before it writes."""
     if target.exists() and not overwrite:
         raise UsageError(f"{target} exists; give another directory, or --overwrite, which moves it aside")
     if target.is_symlink() and not target.exists():
         raise UsageError(f"{target} is a link to {target.readlink()}, which is not there; name the directory itself")
-    _check_room(target, needed)
+    _check_room(target, needed, kind)
 
 
 def check_target(target: Path, source: str) -> None:
@@ -97,18 +97,16 @@ def check_target(target: Path, source: str) -> None:
         raise UsageError(f"{target} lies in {source}, or around it, or is the same; give a directory beside it")
 
 
-def _check_room(target: Path, needed: int) -> None:
-    """Raise CheckpointError if the disk has no space for `needed` bytes."""
+def _check_room(target: Path, needed: int, kind: type[RunError]) -> None:
+    """Raise `kind` if the disk has no space for `needed` bytes."""
     folder = next(path for path in target.parents if path.exists())
     if not folder.is_dir():
-        raise CheckpointError(f"{target} cannot be made: {folder} is a file; choose another target")
+        raise kind(f"{target} cannot be made: {folder} is a file; choose another target")
     if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"{folder} cannot be written to; give yourself the right, or choose another target")
+        raise kind(f"{folder} cannot be written to; give yourself the right, or choose another target")
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(
-            f"not enough disk space in {folder}: {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free"
-        )
+        raise kind(f"not enough disk space in {folder}: {needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free")
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -117,10 +115,10 @@ def _remove_leftovers(target: Path) -> None:
     for left in target.parent.glob(f".{target.name}.partial-*"):
         process = left.name.removeprefix(ours)
         if left.name.startswith(ours) and process.isdecimal() and not _runs(int(process)):
-            logger.info("%s was left by a conversion that was cut off, and is removed", left)
+            logger.info("%s was left by a command that was cut off, and is removed", left)
             shutil.rmtree(left)
         else:
-            logger.warning("%s belongs to another conversion; if none runs any more, remove it", left)
+            logger.warning("%s belongs to another command; if none runs any more, remove it", left)
 
 
 def _runs(process: int) -> bool:

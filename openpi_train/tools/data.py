@@ -1,9 +1,9 @@
-"""The `data` verb: `prepare` the embedded dataset, `collect` demonstrations, build an `index`, `check`, `inspect`,
-`repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
+"""The `data` verb: write a `sample`, `prepare` the embedded dataset, `collect` demonstrations, build an `index`,
+`check`, `inspect`, `repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
 
-Each is a class: its fields are the flags, `run` executes it. Read next: `data/make/embedded.py`, `collect.py`,
-`check_data.py`, `inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`, `data/make/convert.py`,
-`fit_fast.py`.
+Each is a class: its fields are the flags, `run` executes it. Read next: `sample_data.py`, `data/make/embedded.py`,
+`collect.py`, `check_data.py`, `inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`,
+`data/make/convert.py`, `fit_fast.py`.
 """
 
 import abc
@@ -93,6 +93,53 @@ class Prepare(DataRequest):
             if getattr(self, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} is for datasets of the tabletop; --name {self.name} takes --seed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(DataRequest):
+    """Write a dataset of demonstrations from a simulator, to try everything on.
+
+    It has pictures, states, actions and instructions. By default it takes less than a minute. The same flags give the
+    same actions on every machine.
+    """
+
+    # The dataset to make.
+    out: Annotated[Path, Positional, arg(metavar="OUT")]
+    # LeRobot's version 3.0 with videos, RLDS as tensorflow-datasets writes it, or diffusion_policy's replay buffer.
+    format: Literal["lerobot", "rlds", "zarr"] = "lerobot"
+    # The simulator: the embedded tabletop, or Meta-World (needs the extra sim).
+    env: Literal["tabletop", "metaworld"] = "tabletop"
+    # Tasks by name, such as reach_red stack_red_blue; none: a few.
+    tasks: tuple[str, ...] = ()
+    # Episodes of each.
+    episodes_per_task: int = at_least(1, 8)
+    # Pixels of a side.
+    image_size: int = at_least(16, 224)
+    # Of scenes and disturbances.
+    seed: int = 0
+    # Move what is at OUT aside.
+    overwrite: bool = False
+
+    def run(self, experiment: "Experiment | None") -> None:
+        import jax
+
+        from openpi_train.tools.sample_data import next_commands, sample
+
+        # As for `prepare`.
+        jax.config.update("jax_platforms", "cpu")
+        made = sample(
+            self.out,
+            form=self.format,
+            env_name=self.env,
+            tasks=self.tasks,
+            episodes_per_task=self.episodes_per_task,
+            image_size=self.image_size,
+            seed=self.seed,
+            overwrite=self.overwrite,
+        )
+        print(f"wrote {self.out} ({self.format}), read back:\n{made.account}")
+        print(f"go on with (training holds {made.num_held_out} of the {made.num_episodes} episodes out):")
+        print("\n".join(f"  {line}" for line in next_commands(self.out, self.env)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -392,7 +439,7 @@ class FitFast(DataRequest):
 
 
 # tyro makes a subcommand of each.
-AnyDataRequest = Prepare | Collect | Index | Check | Inspect | Repack | Merge | Convert | FitFast
+AnyDataRequest = Sample | Prepare | Collect | Index | Check | Inspect | Repack | Merge | Convert | FitFast
 
 
 def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], Any]) -> int:

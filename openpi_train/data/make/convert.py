@@ -18,6 +18,7 @@ from openpi_train.data.formats.lerobot import to_lerobot
 from openpi_train.data.formats.lerobot.features import NUMBERING
 from openpi_train.data.formats.repack import repack
 from openpi_train.data.formats.rlds import to_rlds
+from openpi_train.data.formats.sidecar import IndexedConfig
 from openpi_train.data.formats.zarr import to_zarr
 
 # Frames of each camera that are compared after writing, spread over the dataset.
@@ -69,10 +70,12 @@ def convert(
     control_hz: float | None = None,
     pictures: Pictures | None = None,
     leave_out: Collection[str] = (),
+    cache_dir: str | None = None,
 ) -> Account:
     """Write `source` to `out`, read it back, and report what happened to every item.
 
-    Args: `control_hz` sets or replaces the dataset's control rate; `leave_out` names columns to omit.
+    Args: `control_hz` sets or replaces the dataset's control rate; `leave_out` names columns to omit; `cache_dir` is
+    the folder of the index by which the result is read back (None: that of all indexes).
 
     Raises ValueError if something cannot be kept and was not left out, or does not read back unchanged,
     FileExistsError, BadRecord, OSError.
@@ -97,7 +100,8 @@ def convert(
     told = dataclasses.replace(about, control_hz=control_hz or about.control_hz, dim_names=names, left_out={})
     conversion = Conversion(source=source, about=told, columns=columns, pictures=kept)
     target.write(conversion, out)
-    written = detection.source_at(str(out)).open()
+    at = detection.source_at(str(out))
+    written = (dataclasses.replace(at, cache_dir=cache_dir) if isinstance(at, IndexedConfig) else at).open()
     added = {name: f"added: {form} requires it for every step" for name in target.added if name not in columns}
     return _account(conversion, written, dropped | added, form)
 
