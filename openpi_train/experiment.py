@@ -223,9 +223,7 @@ class Experiment:
         wrong_numbers = too_small(self)
         indivisible = [] if wrong_numbers else self._check_batch_size(num_devices)
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
-        if self.num_epochs is None:  # else the length in steps is known when the data are open
-            problems += self.lr_schedule.check(self.num_train_steps)
-        problems += [*self.optimizer.check(), *self.loss_scaling.check(), *self.objective.check()]
+        problems += [*self._check_training(), *self.objective.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
         objective = type(self.objective)
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
@@ -235,6 +233,18 @@ class Experiment:
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
             raise kind("\n".join(problems))
+
+    def check_values(self) -> None:
+        """Raise one UsageError with what `check` finds without data, model and devices."""
+        if problems := [*(too_small(self) or self._check_training()), *self._check_flags()]:
+            raise UsageError("\n".join(problems))
+
+    def _check_training(self) -> list[str]:
+        """Conflicts in schedule, optimizer and loss scaling."""
+        problems = [*self.optimizer.check(), *self.loss_scaling.check()]
+        if self.num_epochs is None:  # else the length in steps is known when the data are open
+            problems += self.lr_schedule.check(self.num_train_steps)
+        return problems
 
     @property
     def numbers_are_in_range(self) -> bool:

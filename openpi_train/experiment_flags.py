@@ -6,11 +6,12 @@ set many fields, in the order of `OVERRIDES`, then each field's own. Nothing hea
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from openpi_train.former_names import present_words
-from openpi_train.runtime.exits import UsageError, reported_as
+from openpi_train.runtime.exits import ErrorCollector, UsageError, reported_as
 
 if TYPE_CHECKING:
     from openpi_train.command_line import OverrideFlags
@@ -156,11 +157,14 @@ def _built(
         given = argv if many.optimizer is None else [*argv, "--optimizer", many.optimizer]
         of_file, argv = _many_fields(before_given(many.deepspeed, given), name)
         many = dataclasses.replace(many, optimizer=of_file.optimizer)
-    experiment = default
+    experiment, together = default, ErrorCollector()
     for override in OVERRIDES:
         value = getattr(many, override.field)
         if value is not None and (override.in_help or not shows_help):
-            experiment = override.apply(experiment, value, goes_on)
+            with together:
+                experiment = override.apply(experiment, value, goes_on)
+    if shows_help:
+        together.raise_all()
     experiment = of_one_length(experiment, argv)
     experiment = with_rewards(with_own_warmup(experiment, argv) if may_shorten_warmup else experiment, argv)
     if shows_help:  # also shows the flags that have been removed
@@ -169,7 +173,17 @@ def _built(
         if "--help-all" not in argv:
             help_page.show(everything, values, argv[min(map(argv.index, {*HELP} & {*argv})) + 1 :], name, about)
         parse_fields(everything, values, ["--help"], name, about)
-    return parse_fields(Experiment, experiment, argv, name, about)
+    try:
+        experiment = parse_fields(Experiment, experiment, argv, name, about)
+    except SystemExit:
+        for error in together.errors:
+            print(f"error: {error}", file=sys.stderr)
+        raise
+    if together.errors:
+        with together:  # what else is wrong, as far as it does not depend on these flags
+            experiment.check_values()
+        together.raise_all()
+    return experiment
 
 
 def _many_fields(argv: Sequence[str], name: str) -> tuple["OverrideFlags", list[str]]:

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from openpi_train.launch.spec import LaunchError, this_python
 
 # The number of the run's devices: a process with it says whether a start on them would be refused, and starts nothing.
 VARIABLE = "OPENPI_TRAIN_CHECK_DEVICES"
+# Set where the run's files are not on this machine: then only the command line is checked.
+_WITHOUT_FILES = "OPENPI_TRAIN_CHECK_WITHOUT_FILES"
 # Variables that other launchers leave in a shell; a process would use them as its identity.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 # What the run prints, for launchers, before `RunSizes` as JSON.
@@ -51,9 +54,14 @@ class RunSizes:
 
 
 def devices() -> int | None:
-    """The number of devices for which this process is to check the start; None: it is to start."""
+    """The number of devices for which this process is to check the start, 0: not known; None: it is to start."""
     text = os.environ.get(VARIABLE, "")
     return int(text) if text.isdecimal() else None
+
+
+def has_files() -> bool:
+    """Whether the run's files are on this machine."""
+    return _WITHOUT_FILES not in os.environ
 
 
 def require_start(
@@ -64,23 +72,34 @@ def require_start(
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
     has_files: bool = True,
+    host: Sequence[str] = (),
 ) -> None:
     """Raise LaunchError with what a start of these arguments would refuse, as far as it is soon known here.
 
-    Without `has_files` (a container has its own) only the command line counts. What cannot be checked is said.
+    What cannot be checked is said.
+
+    Args:
+        num_devices: those of the run; 0: not known here.
+        has_files: whether the run's files are here (a container has its own); if not, only the command line counts.
+        host: the words of an ssh command that runs its last argument on another machine, which is asked instead, with
+            its `python` in its `folder`.
     """
-    if python == sys.executable and (problem := own_python.lacking()):  # the processes have another, of a container
+    # Where it lacks them the processes have another Python, of a container.
+    if not host and python == sys.executable and (problem := own_python.lacking()):
         _tell_unchecked(problem[0])
         return
     sys.stderr.write("launch: looking whether the run would start (--no-check: not) ...\n")
     clean = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    variables = {**clean, **(env or {}), VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu"}
+    asked = {VARIABLE: str(num_devices), "JAX_PLATFORMS": "cpu", **({} if has_files else {_WITHOUT_FILES: "1"})}
     command = [python, "-m", "openpi_train", *arguments]
+    if host:
+        words = [f"{name}={shlex.quote(value)}" for name, value in {**(env or {}), **asked}.items()]
+        command = [*host, f"cd {shlex.quote(str(folder or '.'))} && exec env {' '.join(words)} {shlex.join(command)}"]
     try:
         done = subprocess.run(
             command,
-            cwd=folder,
-            env=variables,
+            cwd=None if host else folder,
+            env=clean if host else {**clean, **(env or {}), **asked},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -99,14 +118,14 @@ def require_start(
         raise LaunchError(
             "\n".join(
                 [
-                    "the run would not start, so nothing was written (--no-check: all the same):",
+                    "the run would not start, so nothing was begun (--no-check: all the same):",
                     *said[found:][:_MOST_LINES],
                 ]
             )
         )
     if has_files and said and re.match("(ModuleNotFoundError|.*python[0-9.]*): No module named", said[-1]):
         raise LaunchError(
-            f"{python} cannot start the run, so nothing was written (--no-check: all the same): {said[-1]}\n"
+            f"{python} cannot start the run, so nothing was begun (--no-check: all the same): {said[-1]}\n"
             "Give an environment in which openpi_train is installed (--venv), or install it there (docs/install.md)"
         )
     if done.returncode:

@@ -38,8 +38,12 @@ _STATUS_S = 5.0
 _LINES_IN_SIGHT = 8
 # A file of output that has become longer is kept as `process_<k>.txt.1`, in place of the one before.
 _MOST_BYTES = 64 << 20
-# gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines are torn.
-_HIDDEN = re.compile(rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is")
+# Only in the file: gloo prints a greeting for every new group of processes on stdout, in pieces: of two at a time lines
+# are torn. XLA asks for a bug report where a program takes minutes to compile, as large models do.
+_HIDDEN = re.compile(
+    rb"^\[Gloo\] Rank | peer ranks\. Expected number of connected peer ranks is"
+    rb"|slow_operation_alarm\.cc|Very slow compile\?|^\*{20,}$"
+)
 _FIRST_PORT = 20_000  # outgoing connections begin at 32768 (Linux) or 49152
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The first line of an error that is meant for the user; the lines behind it belong to it.

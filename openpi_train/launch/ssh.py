@@ -21,7 +21,7 @@ from openpi_train import faults
 from openpi_train.launch import remote
 from openpi_train.launch.child import DRAIN_S, Child, Started
 from openpi_train.launch.options import Here, Launch, PerNode, at_least, option
-from openpi_train.launch.preflight import sizes_of_run
+from openpi_train.launch.preflight import require_start, sizes_of_run
 from openpi_train.launch.processes import LaunchOutcome, ProcessRecord, announced, oversee, show_line
 from openpi_train.launch.spec import DEFAULT_PORT, LaunchError, LaunchSpec, check_variable, share_of, this_python
 from openpi_train.launch.status import Status
@@ -65,6 +65,7 @@ class Ssh(Launch):
         type=at_least(1),
         metavar="N",
     )
+    no_check: bool = option("start without looking, on the first host, whether the run would start", False)
     here: Here
 
     def launch(self) -> int:
@@ -91,6 +92,11 @@ class Ssh(Launch):
                 for command in share_of(spec, node):
                     print(f"    {command.line()}")
             return 0
+        if not self.no_check:
+            name, python = first.hosts[0], self.python
+            ssh = (*shlex.split(self.ssh_command), hosts[name])
+            asked = {"python": python, "folder": Path(workdir), "env": env, "host": ssh}
+            require_start(self.arguments, num_devices=number * (self.devices_of_host or 0), **asked)
         num_processes = number * spec.processes_per_host
         log_dir = announced(num_processes, self.here.log_dir, f" on {', '.join(first.hosts)}")
 
@@ -109,13 +115,19 @@ class Ssh(Launch):
         )
         return supervise(begin, first, rules)
 
+    @property
+    def devices_of_host(self) -> int | None:
+        """The devices of each host; None: that depends on the host."""
+        given = self.here.devices_per_process
+        return self.per_node.gpus_per_node or (None if given is None else given * self.per_node.processes)
+
     def sharing(self, counts: Sequence[int], num_at_first: int, workdir: str) -> list[int]:
         """Those of these numbers of hosts on which a run that began on `num_at_first` can go on.
 
         They can share its batch, and make whole replicas if any of them does. The run is asked, here; if it does not
         know, it checks itself when it starts.
         """
-        devices = self.per_node.gpus_per_node or self.per_node.processes * (self.here.devices_per_process or 1)
+        devices = self.devices_of_host or self.per_node.processes
         sizes = sizes_of_run(self.arguments, num_at_first * devices, workdir)
         if sizes is None:
             return list(counts)

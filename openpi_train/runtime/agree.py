@@ -220,6 +220,11 @@ def _key(call: int, index: int) -> str:
     return f"{_folder(call)}{index}"
 
 
+def process_index() -> int:
+    """This process's index in the run; 0 before the run has met. Starts no devices, as jax's own would."""
+    return _place()[0]
+
+
 def _place() -> tuple[int, int]:
     state = distributed.global_state
     if state.client is None:  # jax was not started as part of a run: a test or a tool, alone

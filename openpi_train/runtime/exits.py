@@ -135,7 +135,10 @@ class ErrorCollector:
         return bool(self.errors) and isinstance(error, Exception)
 
     def raise_all(self) -> None:
-        """Raise what was kept, as one error of the first one's kind; those of few lines come first."""
+        """Raise what was kept, as one error; those of few lines come first.
+
+        It is a UsageError if one of them is, as the command has to be changed; else of the first one's kind.
+        """
         if len(self.errors) <= 1:
             for error in self.errors:
                 raise error
@@ -144,7 +147,8 @@ class ErrorCollector:
         texts = list(dict.fromkeys(map(str, ordered)))
         told = [text for text in texts if not any(text != other and text in other for other in texts)]
         # Indivisible alone says that fewer hosts help.
-        first = next((error for error in ordered if not isinstance(error, IndivisibleError)), ordered[0])
+        others = [error for error in ordered if not isinstance(error, IndivisibleError)] or ordered
+        first = next((error for error in others if isinstance(error, UsageError)), others[0])
         kind = next(
             (kind for kind in (StorageError, DataError, CheckpointError) if isinstance(first, kind)), UsageError
         )

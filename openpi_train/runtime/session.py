@@ -80,8 +80,7 @@ def start(
     kind = xla.device_kind(platforms, os.environ)
     for line in xla.apply_settings(kind, os.environ, xla.extent_of(world, os.environ)):
         logger.info("environment: %s", line)
-    if kind == "cpu":
-        logger.info("environment: %s", keep_freed_memory(os.environ))
+    memory = keep_freed_memory(os.environ) if kind == "cpu" else None
     allow_open_files(world.process_index, world.process_count, cpu_collectives=kind == "cpu")
     compile_cache.use(kind)
     with preempt.stoppable_start():
@@ -108,6 +107,8 @@ def start(
             with private_socket() as path, _tunnels.starting(path) if _tunnels else contextlib.nullcontext():
                 _initialize(world, jax_address(path), local_device_ids, timeouts, _watchdog)
             _report(world)
+    if memory is not None:
+        logger.info("environment: %s", memory)
     return world
 
 

@@ -9,24 +9,29 @@ from collections.abc import Sequence
 import jax
 
 from openpi_train.experiment import Experiment
-from openpi_train.launch.preflight import SIZES_LINE, RunSizes
+from openpi_train.launch import preflight
 from openpi_train.runtime import other_tools
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins
-from openpi_train.training.settling import Settling, open_if_ready
+from openpi_train.training.settling import Settling, open_if_ready, require_early
 
 
 def check_ahead(given: Experiment, num_devices: int) -> int:
-    """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not."""
-    settling = Settling.ahead(given, num_devices)
+    """Raise what a start on so many devices would, as far as it is soon known without them. Prints what is not.
+
+    `num_devices` 0: their number is not known.
+    """
+    settling = Settling.ahead(given, max(num_devices, 1))
     # Groups and replicas as given: on fewer devices than at first they are fitted to be smaller.
     tensor_devices = given.sharding.tensor_devices
     replica_devices = tensor_devices * (given.fsdp_devices or 1)
-    sizes = RunSizes(rows=settling.fitted.batch_size, tensor_devices=tensor_devices, replica_devices=replica_devices)
-    print(f"{SIZES_LINE}{json.dumps(dataclasses.asdict(sizes))}")
-    notes = settling.require_start(None)
+    sizes = preflight.RunSizes(
+        rows=settling.fitted.batch_size, tensor_devices=tensor_devices, replica_devices=replica_devices
+    )
+    print(f"{preflight.SIZES_LINE}{json.dumps(dataclasses.asdict(sizes))}")
+    notes = require_early(given, num_devices or None, has_files=preflight.has_files())
     if not begins(given):
         print(f"it goes on with the run in {given.run_dir}; for a new run give another --exp-name")
     _tell_unchecked(notes)
@@ -42,9 +47,10 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
     world = find_world(flags, os.environ)
     if devices_per_process is not None:
         jax.config.update("jax_num_cpu_devices", devices_per_process)
+    notes = require_early(given)
     settling = Settling.here(given, world, open_if_ready)
     print("\n".join(settling.lines))
-    notes = settling.require_start(lambda: _tell_sizes(settling))
+    settling.require_start(lambda: _tell_sizes(settling))
     if settling.experiment.num_epochs is None:  # else the length in steps is known when the data are open
         for line in unfit_for_length(settling.experiment):
             print(f"warning: {line}")

@@ -18,6 +18,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -76,7 +77,7 @@ def check_run(given: Experiment) -> None:
     Every process must call it. Raises UsageError, on every process.
     """
     problem = ""
-    if jax.process_index() == 0:
+    if agree.process_index() == 0:
         try:
             is_run, changes = patiently(lambda: _inspect(given), f"looking at {given.run_dir}")
             _tell_changes(given, changes)
@@ -86,6 +87,24 @@ def check_run(given: Experiment) -> None:
             problem = str(error)
     if problem := agree.broadcast("check the run directory", problem):
         raise UsageError(problem)
+
+
+def check_folder(given: Experiment) -> None:
+    """Check what `open_run` would refuse, in this process alone, and that the run's folder can be written. Nothing is
+    logged, and no file stays.
+
+    Raises UsageError.
+    """
+    if given.exp_name:  # else `Experiment.check` says so
+        patiently(lambda: _inspect(given), f"looking at {given.run_dir}")
+    if is_restart(os.environ):  # it could be written at the first start
+        return
+    there = _nearest_folder(given.run_dir)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise _unusable(given, error) from error
 
 
 def open_run(
@@ -122,9 +141,7 @@ def open_run(
                     f"{given.run_dir} could be used before this restart, and cannot now ({error}): look at its file "
                     "system, and start again with --resume"
                 ) from error
-            base = given.checkpoint_base_dir
-            problem = f"--checkpoint-base-dir {base} cannot be used ({error}); choose another directory"
-            answer = {"error": problem}
+            answer = {"error": str(_unusable(given, error))}
     answer = broadcast("open the run directory", answer)
     if "error" in answer:
         raise UsageError(answer["error"])
@@ -136,6 +153,16 @@ def open_run(
         )
     replaced = pathlib.Path(answer["replaced"]) if answer["replaced"] else None
     return RunDir(path=path, resumed=answer["resumed"], replaced=replaced)
+
+
+def _unusable(given: Experiment, error: OSError) -> UsageError:
+    why = error.strerror or error
+    return UsageError(f"--checkpoint-base-dir {given.checkpoint_base_dir} cannot be written ({why}); choose another")
+
+
+def _nearest_folder(path: pathlib.Path) -> pathlib.Path:
+    """The path, or the nearest of the folders that it would lie in, that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _mark(path: pathlib.Path) -> str:
@@ -185,7 +212,7 @@ def use_first_commits(given: Experiment) -> None:
 
 def _starts(given: Experiment) -> list[Any]:
     """The recorded starts of the run that `given` continues, on process 0; none for a new run, and elsewhere."""
-    if jax.process_index() == 0 and given.resume:
+    if agree.process_index() == 0 and given.resume:
         path = given.run_dir / "environment.json"
         with contextlib.suppress(OSError):  # no run yet, or an invalid name, which is reported later
             return patiently(lambda: _starts_in(path), f"reading {path}") or []
@@ -328,7 +355,7 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
     """Whether the run exists, and what differs from it; writes nothing."""
     _check_flags(given)
     path = given.run_dir
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    there = _nearest_folder(path)
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and the run's folder would be {path}: give another --checkpoint-base-dir")
     is_run = (path / "experiment.json").is_file()

@@ -43,7 +43,7 @@ from openpi_train.runtime.world import World
 from openpi_train.training.init import StateLayout
 from openpi_train.training.prepare import BatchSpec, forecasts, layout_costs, make_trainer, whole_layout
 from openpi_train.training.resume_point import begun
-from openpi_train.training.rundir import check_run, devices_at_first, use_first_commits
+from openpi_train.training.rundir import check_folder, check_run, devices_at_first, use_first_commits
 from openpi_train.training.start_check import (
     check_devices,
     check_files,
@@ -277,24 +277,43 @@ class Settling:
         """Raise DoesNotFit if the run does not fit the devices."""
         require(self.prepared.memory, self.available_bytes, self.machine.num_devices, self.prepared.experiment)
 
-    def require_start(self, on_devices: Callable[[], None] | None, *, looks_at_data: bool = True) -> list[str]:
-        """Raise what is soon known to be wrong with a start, all of it together; returns what was not looked at.
+    def require_start(self, on_devices: Callable[[], None]) -> None:
+        """Raise what is wrong with a start on these devices, all of it together, after `require_early`.
 
-        `on_devices` also raises what is wrong on these devices; a run that is refused otherwise is not planned on them.
-        Without `looks_at_data` the data are only looked at if something is wrong: else they are opened.
+        `on_devices` raises what is wrong with its plan; a run that is refused otherwise is not planned.
         """
         together = ErrorCollector()
         with together:
             self.fitted.check(self.machine.num_devices)
         with together:
             check_run(self.given)  # what differs from a run that goes on is told before it is planned
-        if on_devices is not None and not together.errors:
+        if not together.errors:
             with together:
                 on_devices()
-        check_files(self.given, self.fitted, together)
-        notes = examine_data(self.fitted, together) if looks_at_data or together.errors else []
         together.raise_all()
-        return notes
+
+
+def require_early(given: Experiment, num_devices: int | None = None, *, has_files: bool = True) -> list[str]:
+    """Raise what is known to be wrong with a start before jax has devices, all of it together.
+
+    Each process calls it before it meets the others, and launchers before a job waits. Returns what was not looked at.
+
+    Args:
+        num_devices: those of the run; None: not known yet. The smallest number that it can have is then checked.
+        has_files: whether the run's files are on this machine.
+    """
+    smallest = given.sharding.tensor_devices * (given.fsdp_devices or 1)
+    settling, notes = Settling.ahead(given, num_devices or max(smallest, 1)), []
+    together = ErrorCollector()
+    with together:
+        settling.fitted.check(settling.machine.num_devices)
+    if has_files:
+        with together:
+            check_folder(given)
+        check_files(given, settling.fitted, together)
+        notes = examine_data(settling.fitted, together)
+    together.raise_all()
+    return notes
 
 
 def settle(given: Experiment, world: World) -> Settling:
@@ -311,7 +330,7 @@ def settle(given: Experiment, world: World) -> Settling:
         _ = settling.layout, settling.on_kind
         settling.require_state()
 
-    settling.require_start(on_devices, looks_at_data=False)
+    settling.require_start(on_devices)
     settling.require_room()
     return settling
 

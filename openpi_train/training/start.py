@@ -53,7 +53,7 @@ from openpi_train.training.resume_point import ResumePoint, resume_point, saved_
 from openpi_train.training.run import Run
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
-from openpi_train.training.settling import Settling, settle
+from openpi_train.training.settling import Settling, require_early, settle
 from openpi_train.training.step import Trainer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(0)  # for what `find_world` has to say; which process this is, it says
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
+    require_early(experiment)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
     world = session.start(
         world,

@@ -92,6 +92,32 @@ def test_the_run_looks_at_what_it_can_without_its_devices_and_starts_nothing(tmp
     assert asked(*base).returncode == 0 and not (tmp_path / "runs").exists()
 
 
+def test_by_ssh_the_host_is_asked_in_its_folder_and_with_its_variables(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.setenv("RANK", "3")
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/sh\necho "error: $PWD $A $RANK $OPENPI_TRAIN_CHECK_DEVICES $JAX_PLATFORMS $*" >&2\nexit 2\n'
+    )
+    program.chmod(0o755)
+    asked = {"python": str(program), "folder": tmp_path / "a folder", "env": {"A": "b c"}, "host": ("sh", "-c")}
+    with pytest.raises(LaunchError) as told:
+        require_start(["debug", "--exp-name", "x y"], num_devices=8, **asked)
+    assert str(told.value).endswith(f"error: {tmp_path}/a folder b c  8 cpu -m openpi_train debug --exp-name x y")
+    require_start(["debug"], num_devices=8, host=("sh", "-c", "exit 255"))  # it cannot be reached: the start says so
+    assert "not found out here" in capsys.readouterr().err
+
+
+def test_ssh_starts_nothing_that_would_be_refused(monkeypatch, capsys):
+    def refuse(arguments, *, num_devices, host, **_):
+        assert arguments[0] == "debug" and num_devices == 4 and host[-1] == "ann@node1"
+        raise LaunchError("it would not start")
+
+    monkeypatch.setattr(sys.modules[launchers.Ssh.__module__], "require_start", refuse)
+    words = ["ssh", "--hosts", "ann@node1,node2", "--gpus-per-node", "2", "--", "debug", "--exp-name", "x"]
+    assert launchers.main(words) == 2 and capsys.readouterr().err.count("it would not start") == 1
+
+
 def test_other_verbs_are_not_begun():
     done = asked("stats", "no_such_experiment")
     assert (done.returncode, done.stdout) == (0, "")

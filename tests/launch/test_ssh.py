@@ -54,6 +54,7 @@ class Launcher:
         )
         python.chmod(0o755)
         words = [
+            "--no-check",
             "--hosts",
             hosts,
             "--processes-per-node",

@@ -123,12 +123,10 @@ def test_a_launch_is_told_all_that_is_wrong_at_once(many_faults):
         check_ahead(dataclasses.replace(many_faults, batch_size=12), 8)
 
 
-@pytest.mark.parametrize("begin", [rehearse, lambda given: settle(given, find_world(WorldFlags(), {}))])
-def test_what_does_not_fit_hides_nothing_else(many_faults, begin, monkeypatch):
-    for name in ("require_room", "require_state"):
-        monkeypatch.setattr(Settling, name, does_not_fit)
-    with pytest.raises(UsageError, match=r"(?s)wandb.*nowhere.*points are damaged\nit does not fit\nWhat to do"):
-        begin(many_faults)
+def test_what_does_not_fit_hides_nothing_else(many_faults, monkeypatch):
+    monkeypatch.setattr(Settling, "require_room", does_not_fit)
+    with pytest.raises(UsageError, match=r"(?s)wandb.*nowhere.*points are damaged$"):  # before it is planned
+        rehearse(many_faults)
 
 
 def does_not_fit(*_):
@@ -137,7 +135,7 @@ def does_not_fit(*_):
 
 def test_a_fault_of_the_data_alone_is_not_told_as_one_of_memory(given, monkeypatch):
     monkeypatch.setattr(Settling, "require_room", does_not_fit)
-    with pytest.raises(DataError, match=r"(?s)points are damaged\nit does not fit"):
+    with pytest.raises(DataError, match=r"^the points are damaged$"):
         rehearse(dataclasses.replace(given, data=DamagedPoints()))
 
 

@@ -14,7 +14,7 @@ from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import check_run, compiled_memory, gpu_programs, plan
 from openpi_train.training import settling
-from openpi_train.training.settling import Prepared, Settling, open_if_ready, settle
+from openpi_train.training.settling import Prepared, Settling, open_if_ready, require_early, settle
 
 WORLD = find_world(WorldFlags(), {})
 
@@ -78,7 +78,7 @@ def test_each_stage_is_made_once_and_only_when_it_is_asked_for(given, monkeypatc
         one = getattr(settling, name)
         monkeypatch.setattr(settling, name, noting(one, name, made))
     ahead_of_devices = Settling.ahead(given, 4)
-    assert ahead_of_devices.fitted.batch_size == 8 and ahead_of_devices.require_start(None)
+    assert ahead_of_devices.fitted.batch_size == 8 and require_early(given, 4)
     assert not made
     start = settle(given, WORLD)
     assert isinstance(start.prepared, Prepared) and start.prepared is start.prepared
