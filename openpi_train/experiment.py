@@ -217,11 +217,14 @@ class Experiment:
         pattern = self.model.param_rules.groups.get(self.freeze, self.freeze)
         return any(re.fullmatch(pattern, name) for name in (path, self.model.param_rules.public_name(path)))
 
-    def check(self, num_devices: int) -> None:
-        """Raise one UsageError with all conflicts between the fields, each with the flag to change."""
+    def check(self, num_devices: int | None) -> None:
+        """Raise one UsageError with all conflicts between the fields, each with the flag to change.
+
+        `num_devices` None: it is not known, and nothing is divided by it.
+        """
         # If a number is out of range, the others cannot be divided by it.
         wrong_numbers = too_small(self)
-        indivisible = [] if wrong_numbers else self._check_batch_size(num_devices)
+        indivisible = [] if wrong_numbers or num_devices is None else self._check_batch_size(num_devices)
         problems = wrong_numbers or [*self._check_devices(num_devices), *indivisible]
         problems += [*self._check_training(), *self.objective.check()]
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
@@ -266,7 +269,7 @@ class Experiment:
             if not (keeps and name == "full")
         }
 
-    def _check_devices(self, num_devices: int) -> list[str]:
+    def _check_devices(self, num_devices: int | None) -> list[str]:
         tensor_devices = self.sharding.tensor_devices
         problems = self.model.compute.check_tensor(tensor_devices)
         if not self.remat_choices():
@@ -275,8 +278,9 @@ class Experiment:
                 "of every layer what it should compute again. Leave --unroll-layers at auto (a loop there), or take "
                 "another --model.remat"
             )
-        if problem := does_not_divide(num_devices, tensor_devices, self.fsdp_devices or 1):
-            problems.append(problem)
+        if num_devices is not None:
+            problem = does_not_divide(num_devices, tensor_devices, self.fsdp_devices or 1)
+            problems += [problem] if problem else []
         return problems
 
     def _check_batch_size(self, num_devices: int) -> list[str]:

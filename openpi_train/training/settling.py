@@ -46,6 +46,7 @@ from openpi_train.training.resume_point import begun
 from openpi_train.training.rundir import check_folder, check_run, devices_at_first, use_first_commits
 from openpi_train.training.start_check import (
     check_devices,
+    check_downloads,
     check_files,
     check_host_room,
     check_trainable,
@@ -293,25 +294,30 @@ class Settling:
         together.raise_all()
 
 
-def require_early(given: Experiment, num_devices: int | None = None, *, has_files: bool = True) -> list[str]:
+def require_early(
+    given: Experiment, num_devices: int | None = None, *, has_files: bool = True, asks_hub: bool = False
+) -> list[str]:
     """Raise what is known to be wrong with a start before jax has devices, all of it together.
 
     Each process calls it before it meets the others, and launchers before a job waits. Returns what was not looked at.
 
     Args:
-        num_devices: those of the run; None: not known yet. The smallest number that it can have is then checked.
+        num_devices: those of the run; None: not known yet.
         has_files: whether the run's files are on this machine.
+        asks_hub: whether the hub is asked, once for each, for what is not in its client's cache.
     """
-    smallest = given.sharding.tensor_devices * (given.fsdp_devices or 1)
-    settling, notes = Settling.ahead(given, num_devices or max(smallest, 1)), []
+    smallest = max(given.sharding.tensor_devices * (given.fsdp_devices or 1), 1)
+    settling, notes = Settling.ahead(given, num_devices or smallest), []
     together = ErrorCollector()
     with together:
-        settling.fitted.check(settling.machine.num_devices)
+        settling.fitted.check(num_devices)
     if has_files:
         with together:
             check_folder(given)
         check_files(given, settling.fitted, together)
         notes = examine_data(settling.fitted, together)
+        if asks_hub:
+            check_downloads(given, settling.fitted, together)
     together.raise_all()
     return notes
 

@@ -64,7 +64,8 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     logs.configure(0)  # for what `find_world` has to say; which process this is, it says
     world = find_world(flags, os.environ)
     logs.configure(world.process_index)
-    require_early(experiment)
+    num_devices = None if devices_per_process is None else devices_per_process * world.process_count
+    require_early(experiment, num_devices, asks_hub=world.process_index == 0)
     facts, timeouts = {"experiment": as_json(experiment)}, experiment.timeouts
     world = session.start(
         world,

@@ -9,7 +9,10 @@ import math
 
 import jax
 
+from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.data.core import hub
 from openpi_train.experiment import Experiment
+from openpi_train.interop.checkpoint_hub import is_address
 from openpi_train.interop.config_json import classes_of, config_from_json
 from openpi_train.nn.attention import best_kind
 from openpi_train.nn.attention_check import flash_problem
@@ -47,6 +50,18 @@ def check_files(given: Experiment, experiment: Experiment, together: ErrorCollec
     with together:
         if begins(given):
             check_start_weights(experiment)
+
+
+def check_downloads(given: Experiment, experiment: Experiment, together: ErrorCollector) -> None:
+    """Keep what of `given`, as `experiment`, has to be fetched from the hub and cannot be: the hub is asked."""
+    for text, kind in experiment.data.on_hub(experiment.model).items():
+        with together:
+            hub.require(text, kind, DataError)
+    loader = experiment.weight_loader
+    if begins(given) and isinstance(loader, CheckpointWeightLoader):
+        for text in filter(is_address, (loader.params_path, loader.adapter_path)):
+            with together:
+                hub.require(text, "model", CheckpointError)
 
 
 def examine_data(experiment: Experiment, together: ErrorCollector) -> list[str]:

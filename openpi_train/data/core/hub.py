@@ -109,19 +109,37 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
             f"{what} {repository} is not a local file, and huggingface_hub, which could download it, is not "
             f"installed: pip install 'openpi_train[hub]', or {how}"
         ) from error
-    state = "offline and not cached"
-    for only_kept in (True, False):
-        if not only_kept and (offline or is_offline()):
-            break
+    pinned: Any = {"revision": found} if (found := revision_of(repository, None)) else {}
+    try:
+        path = Path(huggingface_hub.hf_hub_download(repository, file, local_files_only=True, **pinned))
+    except (OSError, ValueError) as missing:  # the hub's errors derive from these
+        if offline or is_offline():
+            raise FileNotFoundError(f"{what} {repository} is offline and not cached: {how}") from missing
+        try:  # unlike `hf_hub_download` it asks once, and does not try for half a minute where there is no network
+            path = Path(huggingface_hub.snapshot_download(repository, allow_patterns=[file], **pinned)) / file
+        except (OSError, ValueError) as error:
+            reason = _reason(error, Address(name=repository), file)
+            raise FileNotFoundError(f"{what} {repository} cannot be fetched: {reason}; or {how}") from error
+    if not path.is_file():
+        raise FileNotFoundError(f"{repository} on the hub has no {file}, so it is no {what}: {how}")
+    note_commit(repository, None, path)
+    return path
+
+
+def require(text: str, repo_type: Literal["model", "dataset"], raised: type[RunError]) -> None:
+    """Raise as `hub_folder` if the repository of an address is neither in the client's cache nor given by the hub.
+
+    Nothing is downloaded, and the hub is asked once, if at all.
+    """
+    address = Address.of(text)
+    with asking(address, "cannot be fetched", raised) as client:
+        revision = revision_of(address.name, address.revision, repo_type)
         try:
-            pinned: Any = {"revision": found} if (found := revision_of(repository, None)) else {}
-            path = Path(huggingface_hub.hf_hub_download(repository, file, local_files_only=only_kept, **pinned))
-            note_commit(repository, None, path)
-            return path
-        except (OSError, ValueError) as error:  # the hub's errors derive from these
-            if not only_kept:
-                state = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    raise FileNotFoundError(f"cannot get {what} {repository} from the hub ({state}): {how}")
+            client.snapshot_download(address.name, repo_type=repo_type, revision=revision, local_files_only=True)
+        except client.errors.LocalEntryNotFoundError:
+            if is_offline():
+                raise
+            client.HfApi().repo_info(address.name, repo_type=repo_type, revision=revision, timeout=_ASK_S)
 
 
 def hub_folder(
@@ -164,9 +182,16 @@ def asking(address: Address, what: str, raised: type[RunError] = CheckpointError
     try:
         yield huggingface_hub
     except Exception as error:
-        raise raised(f"{address} {what}: {_reason(error)}") from error
+        raise raised(f"{address} {what}: {_reason(error, address)}") from error
 
 
+_ASK_S = 10.0
+# Repositories that are given only to those who have accepted their terms.
+_GATED = re.compile(r"google/(pali)?gemma|meta-llama/")
+_UNREACHABLE = (
+    "it is not in the cache, and the hub cannot be reached: where there is a network type `hf download {what}`{login}, "
+    "and copy the cache (HF_HOME) here, or give a copy's path in place of the name (docs/install.md)"
+)
 # Advice for each class of error, by its name in the client.
 _ADVICE = {
     "GatedRepoError": "it is gated: ask for access on its page, then log in with `hf auth login` or set HF_TOKEN",
@@ -176,16 +201,20 @@ _ADVICE = {
     "LocalTokenNotFoundError": "not logged in: run `hf auth login`, or set HF_TOKEN",
     "BadRequestError": "the hub refused the request: check the name, and that the token has write access",
     "HfHubHTTPError": "the hub refused: check the token's permissions",
-    "LocalEntryNotFoundError": "it is not in the cache, and the hub cannot be reached: fetch it where there is a "
-    "network (`hf download`), and copy the cache (HF_HOME) or the files",
+    "LocalEntryNotFoundError": _UNREACHABLE,
+    "ConnectError": _UNREACHABLE,
+    "TimeoutException": _UNREACHABLE,
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set; unset it",
 }
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, address: Address, file: str = "") -> str:
     kinds = [kind.__name__ for kind in type(error).__mro__]
     advice = next((_ADVICE[name] for name in kinds if name in _ADVICE), "is the hub reachable (HF_ENDPOINT, proxies)?")
     if is_offline() and "LocalEntryNotFoundError" in kinds:
         advice = "HF_HUB_OFFLINE is set and it is not in the cache; unset it, or fetch it elsewhere (`hf download`)"
+    login = " (it is gated: accept its terms on its page, and log in with `hf auth login`)"
+    what = " ".join(filter(None, (address.name, file, address.revision and f"--revision {address.revision}")))
+    advice = advice.format(what=what, login=login if _GATED.match(address.name) else "")
     said = (str(error).strip().splitlines() or [""])[0]
     return f"{advice} ({type(error).__name__}: {said})"

@@ -239,6 +239,11 @@ class Data(abc.ABC):
         del model
         return ["the data were not looked at; a start opens them"]
 
+    def on_hub(self, model: Any) -> dict[str, Literal["model", "dataset"]]:
+        """The addresses on the Hugging Face hub that `open` reads, and what each is (default: none)."""
+        del model
+        return {}
+
     def is_ready(self, request: OpeningRequest) -> bool:
         """Whether `open` would write nothing and read nothing at length. May raise what `open` does. Default: no."""
         del request

@@ -6,11 +6,12 @@ Read next: `opened.py`, which turns a `DataConfig` into rows.
 import dataclasses
 import math
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from openpi_train.data.core import hub
 from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.core.mixture import shares_in_words
 from openpi_train.data.core.source import SourceConfig
@@ -120,6 +121,14 @@ class DataConfig(Data):
             self.check_dims(model)
         together.raise_all()
         return notes
+
+    def on_hub(self, model: RowModel) -> dict[str, Literal["model", "dataset"]]:
+        name = self.tokenizer
+        if self.offline or not model.rows.reads_text or name.endswith(".model") or Path(name).expanduser().exists():
+            return {}
+        if hub.may_be_repository(name):
+            name = f"{hub.SCHEME}{name}"
+        return {name: "model"} if name.startswith(hub.SCHEME) else {}
 
     def is_ready(self, request: OpeningRequest) -> bool:
         from openpi_train.data.robot.examination import is_ready  # which imports this module

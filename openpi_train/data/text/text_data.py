@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.core.mixture import shares_in_words
 from openpi_train.data.text.examples import COLUMNS
@@ -139,6 +140,12 @@ class TextData(Data):
         from openpi_train.data.text.opened_texts import examine_texts  # which imports this module
 
         return examine_texts(self, model)
+
+    def on_hub(self, model: object) -> dict[str, Literal["model", "dataset"]]:
+        del model
+        given: dict[str, Literal["model", "dataset"]] = {one.path: "dataset" for one in self.datasets}
+        given[self.tokenizer] = "model"
+        return {text: kind for text, kind in given.items() if text.startswith(SCHEME)}
 
     def is_ready(self, request: OpeningRequest) -> bool:
         from openpi_train.data.text.opened_texts import is_ready  # which imports this module

@@ -1,5 +1,6 @@
 import logging
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,19 +90,23 @@ def test_a_hub_name_without_the_hub_client_or_the_network_says_what_to_do(monkey
         load_tokenizer("google/no-such-model")
 
 
-def test_the_hub_client_is_asked_offline_when_told_so(monkeypatch, tokenizer):
+def test_the_hub_client_is_asked_offline_when_told_so(tmp_path, monkeypatch, tokenizer):
     import sys
     import types
 
     calls = []
 
-    def download(repository, name, local_files_only):
+    def kept(repository, name, local_files_only):
         calls.append((repository, name, local_files_only))
-        if local_files_only:
-            raise FileNotFoundError("not in the cache")
-        return tokenizer.name
+        raise FileNotFoundError("not in the cache")
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
+    def download(repository, allow_patterns):
+        calls.append((repository, *allow_patterns, False))
+        (tmp_path / "tokenizer.model").write_bytes(Path(tokenizer.name).read_bytes())
+        return tmp_path
+
+    client = types.SimpleNamespace(hf_hub_download=kept, snapshot_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", client)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert load_tokenizer("google/some").vocab_size == tokenizer.vocab_size
     with pytest.raises(FileNotFoundError, match="offline and not cached"):
