@@ -1,18 +1,33 @@
 """What a run of its length would hardly learn, told at its start. Read next: `optim/schedules.py`, `optim/ema.py`."""
 
 from openpi_train.experiment import Experiment
-from openpi_train.optim import learning_rate
+from openpi_train.optim import AdamW, Lion, learning_rate
 
 # An average that holds more of the start's parameters than of the run's is hardly what was asked for.
 _MOST_OF_START = 0.5
+# A step of Adam or Lion moves each parameter by about the rate; those of networks are about .01 to .1.
+_MOST_A_STEP, _LEAST_IN_ALL = 0.1, 1e-4
 
 
-def unfit_for_length(experiment: Experiment) -> list[str]:
+def unfit_for_length(experiment: Experiment, num_samples: int | None = None) -> list[str]:
     """What keeps a run of `num_train_steps` from learning, or its result from holding it, each with what to change.
 
-    All of it is allowed, and some of it meant. Length in epochs must be converted to steps before.
+    All of it is allowed, and some of it meant. Length in epochs must be converted to steps before. `num_samples`: those
+    of the training data, where they are known.
     """
-    return [*_of_rates(experiment), *_of_average(experiment)]
+    problems = [*_of_rates(experiment), *_of_step_sizes(experiment), *_of_average(experiment)]
+    size, steps, interval = experiment.batch_size, experiment.num_train_steps, experiment.log_interval
+    if num_samples is not None and experiment.rl is None and size > num_samples:
+        problems.append(
+            f"--batch-size {size}: there are {num_samples} training samples, so a step reads some of them several "
+            f"times; give --batch-size {num_samples} or less, or more data"
+        )
+    if 1 < steps < interval:
+        problems.append(
+            f"--log-interval {interval}: this run of {steps} steps ends before its loss is written down at all but the "
+            f"last; give --log-interval {max(steps // 10, 1)}"
+        )
+    return problems
 
 
 def _of_rates(experiment: Experiment) -> list[str]:
@@ -44,6 +59,19 @@ def _of_rates(experiment: Experiment) -> list[str]:
             f"--lr-schedule.decay-steps {decay_steps}: this run of {steps} steps ends before the rate falls (kind "
             "wsd); set --lr-schedule.decay-steps None, which is the run's length"
         ]
+    return []
+
+
+def _of_step_sizes(experiment: Experiment) -> list[str]:
+    """Rates with which a step of Adam or Lion destroys the weights, or all steps together change nothing."""
+    peak, steps = experiment.lr_schedule.over(experiment.num_train_steps).peak_lr, experiment.num_train_steps
+    if not isinstance(experiment.optimizer, AdamW | Lion) or peak == 0:
+        return []
+    each = f"--lr-schedule.peak-lr {peak:g}: a step moves each parameter by about as much"
+    if peak >= _MOST_A_STEP:
+        return [f"{each}, which is as large as the parameters are; 1e-5 to 1e-3 is usual"]
+    if peak * steps < _LEAST_IN_ALL:
+        return [f"{each}, and {steps} steps by {peak * steps:.1g} in all, which changes nothing; give a larger rate"]
     return []
 
 

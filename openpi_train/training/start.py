@@ -4,6 +4,7 @@ The order matters: errors that can be found without allocating are raised first,
 """
 
 import dataclasses
+import json
 import logging
 import os
 import platform
@@ -18,9 +19,10 @@ from openpi_train.checkpoints.best import held_out_loss
 from openpi_train.checkpoints.checkpoint_store import Checkpoints
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core.feed import differences, rows_of
-from openpi_train.data.core.files import write_json
+from openpi_train.data.core.files import lines_of, write_json
 from openpi_train.data.core.interface import Feed, OpenedData
 from openpi_train.data.core.tuning import usable_cores
+from openpi_train.evaluation.learning_verdict import LearningVerdict, learning_verdict
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
@@ -124,12 +126,12 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
     logs.configure(jax.process_index(), directory)
     logger.info("run directory: %s", directory)
     logger.info("log: %s", logs.log_path(directory, jax.process_index()))
+    if jax.process_index() == 0:
+        link_documented(settling.experiment, directory)
+        for line in unfit_for_length(settling.experiment, data.num_samples):
+            logger.warning("%s", line)
     prepared, programs = fitted(settling)
     experiment, trainer, layout = prepared.experiment, prepared.trainer, prepared.layout
-    if jax.process_index() == 0:
-        link_documented(experiment, directory)
-        for line in unfit_for_length(experiment):
-            logger.warning("%s", line)
     status.tell(opened=True)
     checkpoints = Checkpoints(
         directory,
@@ -326,16 +328,28 @@ def make_metrics(
     )
 
 
+def _verdict(directory: Path) -> LearningVerdict:
+    """Whether the run has learned, by all that it has written down."""
+    return learning_verdict([json.loads(text) for _, text in lines_of(directory / "metrics.jsonl")])
+
+
 def report(run: Run) -> None:
-    """Log the run's directory and results, and what to type next."""
+    """Log the run's directory and results, whether it has learned, and what to type next."""
     logger.info("the run lies in %s", run.directory)
     logger.info("log: %s", logs.log_path(run.directory, jax.process_index()))
     if len(run.history) > 1:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):
             logger.info("%s", line)
-    place = shlex.quote(str(run.directory))
-    lines = [f"report {place}", f"resume {place} --num-train-steps {2 * run.experiment.num_train_steps}"]
-    if isinstance(run.experiment.model, PolicyConfig):
+    place, longer = shlex.quote(str(run.directory)), f"--num-train-steps {2 * run.experiment.num_train_steps}"
+    lines = [f"report {place}", f"resume {place} {longer}"]
+    found = _verdict(run.directory) if jax.process_index() == 0 else LearningVerdict(has_learned=None)
+    if found.has_learned is not None:
+        logger.log(logging.INFO if found.has_learned else logging.WARNING, "%s", found.words)
+    if found.has_learned is False:
+        peak = run.experiment.lr_schedule.peak_lr
+        rate = f"--lr-schedule.peak-lr {3 * peak:g}"
+        lines.append(f"resume {place} {longer} {rate}  # where the loss rose: {peak / 3:g}")
+    elif isinstance(run.experiment.model, PolicyConfig):
         lines[1:1] = [f"eval {place}", f"serve {place}"]
     elif policy_of(run.experiment.model) is not None:
         lines[1:1] = [f"generate {place} --prompt TEXT", f"serve {place}"]

@@ -6,7 +6,7 @@ import pytest
 import small_runs
 
 from openpi_train import registry
-from openpi_train.optim import EmaWarmup, LRSchedule
+from openpi_train.optim import SGD, EmaWarmup, LRSchedule
 from openpi_train.runtime.world import WorldFlags
 from openpi_train.training.dry_run import dry_run
 from openpi_train.training.run_length import unfit_for_length
@@ -78,6 +78,27 @@ def test_an_average_that_is_the_start_weights_is_told():
     assert lines(ema_decay=0.999, num_train_steps=692)
     assert lines(ema_decay=0.999, num_train_steps=693) == [] == lines(ema_decay=0.9)
     assert lines(ema_decay=0.999, ema_warmup=EmaWarmup(power=0.75)) == []
+
+
+def test_a_rate_that_is_larger_than_the_weights_or_moves_nothing_is_told():
+    (line,) = scheduled(peak_lr=0.5)
+    assert line.startswith("--lr-schedule.peak-lr 0.5: a step moves each parameter by about as much, which is as large")
+    (line,) = scheduled(peak_lr=1e-6, decay_lr=0.0)  # 40 steps of 1e-6
+    assert "40 steps by 4e-05 in all, which changes nothing; give a larger rate" in line
+    assert lines(optimizer=SGD(), lr_schedule=dataclasses.replace(SOUND.lr_schedule, peak_lr=0.5)) == []
+
+
+def test_a_batch_larger_than_the_data_is_told():
+    given = dataclasses.replace(SOUND, batch_size=64)
+    (line,) = unfit_for_length(given, 63)
+    assert line.startswith("--batch-size 64: there are 63 training samples") and "--batch-size 63 or less" in line
+    assert unfit_for_length(given, 64) == []
+
+
+def test_a_run_of_less_than_one_line_of_the_log_is_told():
+    (line,) = lines(log_interval=41)
+    assert line.startswith("--log-interval 41: this run of 40 steps") and line.endswith("give --log-interval 4")
+    assert lines(log_interval=40) == []
 
 
 def test_a_dry_run_tells_it(tmp_path, capsys):

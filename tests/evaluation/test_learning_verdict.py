@@ -1,0 +1,71 @@
+"""The verdict on a run's learning, from lines made by hand."""
+
+import math
+
+import pytest
+
+from openpi_train.evaluation.learning_verdict import learning_verdict
+
+
+def training(*losses):
+    return [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
+
+
+def evaluations(*losses, **more):
+    return [{"step": 10 * number, "val/loss": loss, **more} for number, loss in enumerate(losses)]
+
+
+def test_a_loss_that_fell_is_learning_and_one_that_did_not_is_not():
+    found = learning_verdict(training(4.0, 3.0, 2.0, 1.0))
+    assert found.has_learned
+    assert found.words == "this run has learned: the training loss fell, from 4 at first to 1 at last"
+    for losses in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.5, 1.0, math.nan)):
+        assert learning_verdict(training(*losses)).has_learned is False
+    # Means over a quarter of the lines: single batches do not decide. (3 + 1) / 2 = 2, (1 + 2.5) / 2 = 1.75.
+    assert learning_verdict(training(3.0, 1.0, 9.0, 9.0, 0.0, 0.0, 1.0, 2.5)).has_learned
+
+
+def test_a_number_that_is_not_finite_may_be_a_word():
+    assert learning_verdict(training(2.0, "NaN")).has_learned is False
+
+
+@pytest.mark.parametrize("lines", [[], training(1.0), evaluations(1.0), evaluations(2.0, 1.0)[1:]])
+def test_too_little_is_no_verdict(lines):
+    found = learning_verdict(lines)
+    assert found.has_learned is None and found.words.startswith("too little was measured")
+
+
+def test_the_held_out_loss_decides_against_the_training_loss():
+    lines = sorted([*training(4.0, 3.0, 2.0), *evaluations(2.0, 1.0, 1.5, 2.5)], key=lambda line: line["step"])
+    found = learning_verdict(lines)
+    assert found.has_learned is False
+    assert found.words == (
+        "this run has not learned: the held-out loss is 2.5, and was 2 before the first step (it was lowest at step "
+        "10: 1)"
+    )
+    assert learning_verdict(evaluations(2.0, 1.0)).has_learned
+
+
+def test_the_average_is_what_counts_if_there_is_one():
+    found = learning_verdict(
+        [*evaluations(2.0, **{"val/loss_ema": 2.0}), {"step": 9, "val/loss": 1, "val/loss_ema": 3}]
+    )
+    assert found.has_learned is False and "the held-out loss is 3, and was 2" in found.words
+
+
+def test_actions_no_better_than_their_mean_are_not_learned():
+    """FIRST_HOUR.md B22: 2.457 beside .8107, which nobody is told is worse."""
+    more = {"val/action_mse": 2.457, "val/action_mse_mean_baseline": 0.8107}
+    found = learning_verdict(evaluations(2.0, 1.0, **more))
+    assert found.has_learned is False
+    assert found.reasons == ("the action error, 2.457, is not below that of the mean action, 0.8107",)
+    assert learning_verdict(evaluations(2.0, 1.0, **{**more, "val/action_mse": 0.5})).has_learned
+
+
+def test_a_run_on_own_rollouts_is_judged_by_its_reward():
+    def lines(*rewards):
+        return [{"step": number, "loss": number, "rl/reward": reward} for number, reward in enumerate(rewards)]
+
+    assert learning_verdict(lines(0.1, 0.5)).has_learned
+    found = learning_verdict(lines(0.5, 0.5))
+    assert found.has_learned is False and "the mean reward never rose, from 0.5 at first to 0.5" in found.words
