@@ -1,6 +1,7 @@
-"""The `serve` command: load, bind, warm up, serve until SIGTERM. Read next: `server.py`, `openai/text_server.py`."""
+"""The `serve` command: listen, load, warm up, serve until SIGTERM. Read next: `server.py`, `openai/text_server.py`."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -12,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,12 +26,13 @@ from openpi_train.runtime.private_file import warn_if_others_can_read
 from openpi_train.runtime.world import is_loopback
 from openpi_train.serve.limits import limits_of
 from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest, TextFlags
-
-if TYPE_CHECKING:
-    from openpi_train.serve.openai.text_server import TextServer
-    from openpi_train.serve.server import PolicyServer
+from openpi_train.serve.starting import Progress, answer_not_ready
 
 logger = logging.getLogger(__name__)
+
+Opened = TypeVar("Opened")
+# Between lines of the log while a server starts.
+_TELL_S = 15.0
 
 # glibc's M_MMAP_THRESHOLD, and the size from which freed blocks are returned to the system at once. By default glibc
 # raises that size to the largest block seen, and keeps memory of the size of a picture for the next request.
@@ -55,7 +57,7 @@ def run(flags: ServeRequest, texts: TextFlags) -> int:
             "(or %s), or --host 127.0.0.1 and a tunnel",
             *(flags.host, flags.port, API_KEY_VARIABLE),
         )
-    with _bind(flags.host, flags.port) as listener:  # bound, not listening: clients are refused, and retry
+    with _bind(flags.host, flags.port) as listener:
         if gives_texts(flags.checkpoint, flags.experiment):
             return _serve_texts(flags, texts, listener, key, tls)
         if given := texts.given():
@@ -68,26 +70,46 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
     from openpi_train.serve.server import Limits, PolicyServer
 
     sizes = sorted({*(size for size in BATCH_SIZES if size < flags.max_batch), flags.max_batch})
-    policy = _load(flags, batch_sizes=sizes)
-    recorder = RequestRecorder(flags.record, policy) if flags.record else None
-    started = time.monotonic()
-    logger.info("compiling for batches of %s", ", ".join(map(str, policy.sampler.sizes)))
-    policy.warm_up()
-    limits = limits_of(Limits, flags, max_batch=policy.sampler.sizes[-1], batch_wait_s=flags.batch_wait_ms / 1e3)
+    limits = limits_of(Limits, flags, max_batch=flags.max_batch, batch_wait_s=flags.batch_wait_ms / 1e3)
     told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": list(flags.reset_pose)}
+    progress = Progress()
 
-    def server() -> PolicyServer:
-        return PolicyServer(policy, limits=limits, api_key=key, recorder=recorder, metadata=told)
+    def open_policy() -> tuple[Policy, RequestRecorder | None, float]:
+        policy = _load(flags, batch_sizes=sizes)
+        recorder = RequestRecorder(flags.record, policy) if flags.record else None
+        started = time.monotonic()
+        what = f"compiling for batches of {', '.join(map(str, policy.sampler.sizes))}"
+        logger.info("%s", what)
+        progress.now(what)
+        policy.warm_up()
+        return policy, recorder, time.monotonic() - started
 
-    ready = _Ready(time.monotonic() - started, policy.checkpoint, "ws", key)
-    try:
-        finished = asyncio.run(_until_stopped(server, listener, tls, ready))
-    finally:
-        if recorder is not None:
-            recorder.close()
-    if not finished:
-        end(BUG)  # Python would wait for the device's thread
-    return DONE
+    async def serve() -> bool | None:
+        stop = _stop_signals()
+        server = PolicyServer(progress, limits=limits, api_key=key, metadata=told)
+        where = _listen(listener)
+        running = asyncio.create_task(server.run(listener, tls))
+        try:
+            opened = await _opened(open_policy, stop, progress)
+            if opened is None:
+                return None
+            policy, recorder, compiled_s = opened
+            server.begin(policy, recorder)
+            _tell_ready(_Ready(compiled_s, policy.checkpoint, "ws", key), where, tls)
+            await stop.wait()
+            server.stop()
+            try:
+                finished = await running
+            finally:
+                if recorder is not None:
+                    recorder.close()
+            logger.info("stopped; %s", server.measures.summary())
+            return finished
+        finally:
+            server.stop()
+            await running
+
+    return _ended(asyncio.run(serve()))
 
 
 def _serve_texts(
@@ -97,11 +119,30 @@ def _serve_texts(
         from openpi_train.serve.openai.text_main import open_server
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve,text]'") from error
-    opened = open_server(flags, texts, key)
-    ready = _Ready(opened.compiled_s, opened.description, "http", key)
-    if not asyncio.run(_until_stopped(opened.make, listener, tls, ready)):
-        end(BUG)  # Python would wait for the device's thread
-    return DONE
+    if given := flags.only_of_robots():
+        raise UsageError(f"{flags.checkpoint} is a language model, so it has no {', '.join(given)}")
+    progress = Progress()
+
+    async def serve() -> bool | None:
+        stop = _stop_signals()
+        where = _listen(listener)
+        starting = await answer_not_ready(listener, progress, tls)
+        try:
+            opened = await _opened(lambda: open_server(flags, texts, key, progress), stop, progress)
+        finally:
+            starting.close()
+        if opened is None:
+            return None
+        server = opened.make()
+        stopped = asyncio.create_task(stop.wait())
+        stopped.add_done_callback(lambda _: server.stop())
+        _tell_ready(_Ready(opened.compiled_s, opened.description, "http", key), where, tls)
+        finished = await server.run(listener, tls)
+        stopped.cancel()
+        logger.info("stopped; %s", server.measures.summary())
+        return finished
+
+    return _ended(asyncio.run(serve()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,22 +155,46 @@ class _Ready:
     key: str | None
 
 
-async def _until_stopped(
-    make: "Callable[[], PolicyServer | TextServer]", listener: socket.socket, tls: ssl.SSLContext | None, ready: _Ready
-) -> bool:
-    """Run a server until SIGTERM or Ctrl-C; returns whether all requests were finished."""
-    server = make()
+def _stop_signals() -> asyncio.Event:
+    """Set by SIGTERM and Ctrl-C."""
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, server.stop)
-    host, port = _listen(listener)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _opened(load: Callable[[], Opened], stop: asyncio.Event, progress: Progress) -> Opened | None:
+    """What `load` returns, in a thread; None if `stop` comes before. Logs the progress, and raises what it raises."""
+    thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="load")
+    loading = asyncio.get_running_loop().run_in_executor(thread, load)
+    stopped = asyncio.create_task(stop.wait())
+    while True:
+        done, _ = await asyncio.wait({loading, stopped}, timeout=_TELL_S, return_when=asyncio.FIRST_COMPLETED)
+        if loading in done:
+            stopped.cancel()
+            thread.shutdown()
+            return loading.result()
+        if stopped in done:
+            return None
+        logger.info("%s", progress.line)
+
+
+def _tell_ready(ready: _Ready, where: tuple[str, int], tls: ssl.SSLContext | None) -> None:
     logger.info(
         "ready after %.1f s of compiling: %s on %s://%s:%d, %s",
-        *(ready.compiled_s, ready.what, ready.scheme + ("s" if tls else ""), host, port),
+        *(ready.compiled_s, ready.what, ready.scheme + ("s" if tls else ""), *where),
         "with an API key" if ready.key else "without authentication",
     )
-    finished = await server.run(listener, tls)
-    logger.info("stopped; %s", server.measures.summary())
-    return finished
+
+
+def _ended(finished: bool | None) -> int:
+    """The exit code; ends the process where Python would wait for a thread that loads or computes."""
+    if finished is None:
+        logger.info("stopped before it was ready")
+        end(DONE)
+    if not finished:
+        end(BUG)
+    return DONE
 
 
 def replay(flags: ServeRequest, file: str) -> int:
@@ -218,7 +283,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(listener: socket.socket) -> tuple[str, int]:
-    """Start to listen, and return the address; clients that connect before the server runs wait for it.
+    """Start to listen, and log and return the address.
 
     Raises UsageError if another program that had also bound the port was faster.
     """
@@ -227,4 +292,5 @@ def _listen(listener: socket.socket) -> tuple[str, int]:
         listener.listen()
     except OSError as error:
         raise UsageError(f"{host}:{port} was taken by another program meanwhile: {error}") from error
+    logger.info("port %d of %s is open; until it is ready, /healthz says what is done", port, host)
     return host, port

@@ -3,7 +3,7 @@
     connect                 -> one binary message: the policy's metadata
     binary message          -> binary message: `actions`, `state`, `draw`, `policy_timing`, `server_timing`
     a bad request           -> text message with the error; the connection stays open (openpi's client raises the text)
-    GET /healthz, /metrics  -> 200, on the same port, while requests run
+    GET /healthz, /metrics  -> 200, on the same port, while requests run; /healthz 503 before the policy is ready
 
 Messages are in the format of `policy/wire.py`; a connection has one request at a time, several connections make a
 batch. Decoding and image processing run in threads, to keep the event loop free.
@@ -37,6 +37,7 @@ from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.connection import Connection, ConnectionSlots
 from openpi_train.serve.limits import Limits
 from openpi_train.serve.serve_metrics import Measures
+from openpi_train.serve.starting import RETRY_AFTER_S, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +64,26 @@ class Served(Protocol):
 
 
 class PolicyServer:
-    """Serves `policy`, which should be warmed up. `api_key` None: no authentication; `recorder` records all answers."""
+    """Serves `policy`, which should be warmed up. `api_key` None: no authentication; `recorder` records all answers.
+
+    A `Progress` in place of the policy: clients connect, and wait for the metadata until `begin`.
+    """
 
     def __init__(
         self,
-        policy: Served,
+        policy: Served | Progress,
         *,
         limits: Limits,
         api_key: str | None = None,
         recorder: RequestRecorder | None = None,
         metadata: JsonObject | None = None,
     ):
-        self._policy, self._limits, self._recorder = policy, limits, recorder
+        self._limits, self._more = limits, metadata or {}
+        self._progress = policy if isinstance(policy, Progress) else None
         self._key = ApiKey(api_key, "Api-Key")
-        self._metadata = wire.encode({**policy.metadata, **(metadata or {})})
+        self._ready = asyncio.Event()
+        if not isinstance(policy, Progress):
+            self.begin(policy, recorder)
         self._places = ConnectionSlots(limits.max_clients, limits.max_opening)
         self._busy_clients = 0
         self._stopping = asyncio.Event()
@@ -91,6 +98,13 @@ class PolicyServer:
             num_clients=lambda: self._places.num_clients,
         )
         self.measures = Measures(lambda: self._batching.num_waiting, lambda: self._places.num_clients)
+
+    def begin(self, policy: Served, recorder: RequestRecorder | None = None) -> None:
+        """Serve this policy from now on."""
+        self._policy, self._recorder = policy, recorder
+        self._metadata = wire.encode({**policy.metadata, **self._more})
+        self._progress = None
+        self._ready.set()
 
     def stop(self) -> None:
         """Make `run` refuse new requests, finish the running ones and return."""
@@ -123,7 +137,8 @@ class PolicyServer:
         return finished
 
     async def _finish(self, server: Server) -> bool:
-        logger.info("stopping: no new requests; %d clients are waiting for an answer", self._busy_clients)
+        if self._ready.is_set():
+            logger.info("stopping: no new requests; %d clients are waiting for an answer", self._busy_clients)
         server.close(close_connections=False)
         try:
             await asyncio.wait_for(self._idle.wait(), self._limits.drain_s)
@@ -138,6 +153,8 @@ class PolicyServer:
             self.measures.requests.labels("unauthorized").inc()
             return _respond(http.HTTPStatus.FORBIDDEN, _FROM_A_PAGE)
         path = request.path.partition("?")[0]
+        if path == "/healthz" and self._progress is not None:
+            return _not_ready(self._progress)
         if path == "/healthz":
             return _respond(http.HTTPStatus.OK, b"OK\n")
         if path == "/metrics":
@@ -158,8 +175,24 @@ class PolicyServer:
     async def _converse(self, connection: ServerConnection) -> None:
         assert isinstance(connection, Connection)
         with contextlib.suppress(ConnectionClosed, TimeoutError):  # the client left, or does not read
-            await self._send(connection, self._metadata)
-            await self._answer_all(connection)
+            if await self._becomes_ready(connection):
+                await self._send(connection, self._metadata)
+                await self._answer_all(connection)
+
+    async def _becomes_ready(self, connection: ServerConnection) -> bool:
+        """Wait until there is a policy; False if the client left or the server stops before."""
+        waits = [
+            asyncio.ensure_future(one) for one in (self._ready.wait(), self._stopping.wait(), connection.wait_closed())
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if not self._ready.is_set():
+            await connection.close(_GOING_AWAY, "the server is stopping")
+        return self._ready.is_set()
 
     async def _answer_all(self, connection: Connection) -> None:
         """Answer request after request until the client leaves, is idle for too long, or the server stops."""
@@ -281,6 +314,12 @@ _NOT_FINITE = "the policy's actions hold NaN or infinity and are not sent"
 # The library logs every failed handshake with a traceback: clients could fill the disk.
 _quiet = logging.getLogger(f"{__name__}.websockets")
 _quiet.setLevel(logging.CRITICAL)
+
+
+def _not_ready(progress: Progress) -> Response:
+    response = _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{progress.line}\n".encode())
+    response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
 
 
 def _respond(status: http.HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> Response:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 from openpi_train.policy.text_model import load_text_model
-from openpi_train.runtime.exits import UsageError
 from openpi_train.serve.limits import TextLimits, limits_of
 from openpi_train.serve.openai.text_server import TextServer
 from openpi_train.serve.request import ServeRequest, TextFlags
+from openpi_train.serve.starting import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,8 @@ class OpenedTexts:
     compiled_s: float
 
 
-def open_server(flags: ServeRequest, texts: TextFlags, key: str | None) -> OpenedTexts:
+def open_server(flags: ServeRequest, texts: TextFlags, key: str | None, progress: Progress) -> OpenedTexts:
     """Load the model that the flags name. Raises UsageError for flags that only robot policies have."""
-    if given := flags.only_of_robots():
-        raise UsageError(f"{flags.checkpoint} is a language model, so it has no {', '.join(given)}")
     model = load_text_model(
         flags.checkpoint,
         experiment=flags.experiment,
@@ -43,6 +41,7 @@ def open_server(flags: ServeRequest, texts: TextFlags, key: str | None) -> Opene
     if not model.templates:
         logger.warning("%s has no chat template: only /v1/completions is served (--chat-template)", flags.checkpoint)
     started = time.monotonic()
+    progress.now("compiling")
     num_programs = model.generator.warm_up()
     limits = limits_of(TextLimits, flags, max_batch=model.generator.num_rows, request_s=texts.request_s)
     name = texts.model_name or model_name(flags.checkpoint)
