@@ -26,11 +26,11 @@ from openpi_train.runtime.private_file import warn_if_others_can_read
 from openpi_train.runtime.world import is_loopback
 from openpi_train.serve.limits import limits_of
 from openpi_train.serve.request import API_KEY_VARIABLE, ServeRequest, TextFlags
-from openpi_train.serve.starting import Progress, answer_not_ready
+from openpi_train.serve.starting import StartProgress, answer_not_ready
 
 logger = logging.getLogger(__name__)
 
-Opened = TypeVar("Opened")
+Loaded = TypeVar("Loaded")
 # Between lines of the log while a server starts.
 _TELL_S = 15.0
 
@@ -72,7 +72,7 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
     sizes = sorted({*(size for size in BATCH_SIZES if size < flags.max_batch), flags.max_batch})
     limits = limits_of(Limits, flags, max_batch=flags.max_batch, batch_wait_s=flags.batch_wait_ms / 1e3)
     told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": list(flags.reset_pose)}
-    progress = Progress()
+    progress = StartProgress()
 
     def open_policy() -> tuple[Policy, RequestRecorder | None, float]:
         policy = _load(flags, batch_sizes=sizes)
@@ -121,7 +121,7 @@ def _serve_texts(
         raise UsageError(f"{error.name} is not installed: pip install 'openpi_train[serve,text]'") from error
     if given := flags.only_of_robots():
         raise UsageError(f"{flags.checkpoint} is a language model, so it has no {', '.join(given)}")
-    progress = Progress()
+    progress = StartProgress()
 
     async def serve() -> bool | None:
         stop = _stop_signals()
@@ -163,7 +163,7 @@ def _stop_signals() -> asyncio.Event:
     return stop
 
 
-async def _opened(load: Callable[[], Opened], stop: asyncio.Event, progress: Progress) -> Opened | None:
+async def _opened(load: Callable[[], Loaded], stop: asyncio.Event, progress: StartProgress) -> Loaded | None:
     """What `load` returns, in a thread; None if `stop` comes before. Logs the progress, and raises what it raises."""
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="load")
     loading = asyncio.get_running_loop().run_in_executor(thread, load)

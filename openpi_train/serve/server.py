@@ -37,7 +37,7 @@ from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.connection import Connection, ConnectionSlots
 from openpi_train.serve.limits import Limits
 from openpi_train.serve.serve_metrics import Measures
-from openpi_train.serve.starting import RETRY_AFTER_S, Progress
+from openpi_train.serve.starting import RETRY_AFTER_S, StartProgress
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,12 @@ class Served(Protocol):
 class PolicyServer:
     """Serves `policy`, which should be warmed up. `api_key` None: no authentication; `recorder` records all answers.
 
-    A `Progress` in place of the policy: clients connect, and wait for the metadata until `begin`.
+    A `StartProgress` in place of the policy: clients connect, and wait for the metadata until `begin`.
     """
 
     def __init__(
         self,
-        policy: Served | Progress,
+        policy: Served | StartProgress,
         *,
         limits: Limits,
         api_key: str | None = None,
@@ -79,10 +79,10 @@ class PolicyServer:
         metadata: JsonObject | None = None,
     ):
         self._limits, self._more = limits, metadata or {}
-        self._progress = policy if isinstance(policy, Progress) else None
+        self._progress = policy if isinstance(policy, StartProgress) else None
         self._key = ApiKey(api_key, "Api-Key")
         self._ready = asyncio.Event()
-        if not isinstance(policy, Progress):
+        if not isinstance(policy, StartProgress):
             self.begin(policy, recorder)
         self._places = ConnectionSlots(limits.max_clients, limits.max_opening)
         self._busy_clients = 0
@@ -316,7 +316,7 @@ _quiet = logging.getLogger(f"{__name__}.websockets")
 _quiet.setLevel(logging.CRITICAL)
 
 
-def _not_ready(progress: Progress) -> Response:
+def _not_ready(progress: StartProgress) -> Response:
     response = _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{progress.line}\n".encode())
     response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

@@ -16,7 +16,7 @@ RETRY_AFTER_S = 5
 _REQUEST_S = 10.0
 
 
-class Progress:
+class StartProgress:
     """What is done, and since when; set from any thread."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Progress:
 
 
 async def answer_not_ready(
-    listener: socket.socket, progress: Progress, tls: ssl.SSLContext | None = None
+    listener: socket.socket, progress: StartProgress, tls: ssl.SSLContext | None = None
 ) -> asyncio.Server:
     """Answer each HTTP request to the listening socket with 503 and the progress, until the returned server is closed.
 
@@ -58,7 +58,7 @@ async def _read_all(reader: asyncio.StreamReader) -> None:
         pass
 
 
-def _not_ready(progress: Progress) -> bytes:
+def _not_ready(progress: StartProgress) -> bytes:
     status = http.HTTPStatus.SERVICE_UNAVAILABLE
     error = {"message": progress.line, "type": "server_error", "param": None, "code": "starting"}
     body = json.dumps({"error": error}).encode() + b"\n"

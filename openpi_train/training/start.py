@@ -349,7 +349,7 @@ def report(run: Run) -> None:
         peak = run.experiment.lr_schedule.peak_lr
         rate = f"--lr-schedule.peak-lr {3 * peak:g}"
         lines.append(f"resume {place} {longer} {rate}  # where the loss rose: {peak / 3:g}")
-    elif isinstance(run.experiment.model, PolicyConfig):
+    if isinstance(run.experiment.model, PolicyConfig):
         lines[1:1] = [f"eval {place}", f"serve {place}"]
     elif policy_of(run.experiment.model) is not None:
         lines[1:1] = [f"generate {place} --prompt TEXT", f"serve {place}"]

@@ -14,6 +14,7 @@ from openpi_train.data.core import hub
 from openpi_train.experiment import Experiment
 from openpi_train.interop.checkpoint_hub import is_address
 from openpi_train.interop.config_json import classes_of, config_from_json
+from openpi_train.models.model_config import PolicyConfig
 from openpi_train.nn.attention import best_kind
 from openpi_train.nn.attention_check import flash_problem
 from openpi_train.objectives.objective import Objective
@@ -54,9 +55,11 @@ def check_files(given: Experiment, experiment: Experiment, together: ErrorCollec
 
 def check_downloads(given: Experiment, experiment: Experiment, together: ErrorCollector) -> None:
     """Keep what of `given`, as `experiment`, has to be fetched from the hub and cannot be: the hub is asked."""
-    for text, kind in experiment.data.on_hub(experiment.model).items():
-        with together:
-            hub.require(text, kind, DataError)
+    model = experiment.model
+    if not isinstance(model, PolicyConfig) or model.rows.reads_text:
+        for text, kind in experiment.data.on_hub().items():
+            with together:
+                hub.require(text, kind, DataError)
     loader = experiment.weight_loader
     if begins(given) and isinstance(loader, CheckpointWeightLoader):
         for text in filter(is_address, (loader.params_path, loader.adapter_path)):

@@ -61,7 +61,10 @@ def test_an_old_run_goes_on_as_its_own_version_would_have(old, tmp_path):
         assert logged[step] == pytest.approx(loss, rel=1e-5)
     told = (old / "logs" / "process_0.log").read_text()
     assert "this run of 6 steps ends before its warm-up does" in told  # `training/run_length.py`
+    # What it says of its learning, and what to type then (`evaluation/learning_verdict.py`).
+    assert " has not learned: " in told
     assert all(f"next: python -m openpi_train {verb} {old}" in told for verb in ("report", "eval", "serve", "resume"))
+    assert f"next: python -m openpi_train resume {old} --num-train-steps 12 --lr-schedule.peak-lr " in told
     _, start = json.loads((old / "environment.json").read_text())["starts"]
     assert not [name for name in start["changed"] if "used_token_len" in name or "fixed_groups" in name]
 

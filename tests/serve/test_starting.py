@@ -16,7 +16,7 @@ import websockets.sync.client
 from openpi_train.policy import wire
 from openpi_train.serve.limits import Limits
 from openpi_train.serve.server import PolicyServer
-from openpi_train.serve.starting import Progress, answer_not_ready
+from openpi_train.serve.starting import StartProgress, answer_not_ready
 
 
 class Stub:
@@ -53,7 +53,7 @@ def policy_server():
     made = {}
 
     async def begin(listener):
-        made["server"] = PolicyServer(Progress(), limits=Limits(drain_s=1))
+        made["server"] = PolicyServer(StartProgress(), limits=Limits(drain_s=1))
         await made["server"].run(listener)
 
     with in_a_loop(begin) as (port, call):
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_meanwhile_does_not_keep_its_place():
 
 def test_the_language_servers_clients_are_told_to_come_again():
     """OpenAI's client raises what it is told; left to itself it tries again after Retry-After."""
-    progress, stopped = Progress(), []
+    progress, stopped = StartProgress(), []
 
     async def begin(listener):
         stopped.append(asyncio.Event())

@@ -239,9 +239,11 @@ class Data(abc.ABC):
         del model
         return ["the data were not looked at; a start opens them"]
 
-    def on_hub(self, model: Any) -> dict[str, Literal["model", "dataset"]]:
-        """The addresses on the Hugging Face hub that `open` reads, and what each is (default: none)."""
-        del model
+    def on_hub(self) -> dict[str, Literal["model", "dataset"]]:
+        """The addresses on the Hugging Face hub that `open` reads, and what each is (default: none).
+
+        A tokenizer counts, also where the model reads no text.
+        """
         return {}
 
     def is_ready(self, request: OpeningRequest) -> bool:

@@ -122,9 +122,9 @@ class DataConfig(Data):
         together.raise_all()
         return notes
 
-    def on_hub(self, model: RowModel) -> dict[str, Literal["model", "dataset"]]:
+    def on_hub(self) -> dict[str, Literal["model", "dataset"]]:
         name = self.tokenizer
-        if self.offline or not model.rows.reads_text or name.endswith(".model") or Path(name).expanduser().exists():
+        if self.offline or name.endswith(".model") or Path(name).expanduser().exists():
             return {}
         if hub.may_be_repository(name):
             name = f"{hub.SCHEME}{name}"

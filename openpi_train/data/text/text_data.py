@@ -141,8 +141,7 @@ class TextData(Data):
 
         return examine_texts(self, model)
 
-    def on_hub(self, model: object) -> dict[str, Literal["model", "dataset"]]:
-        del model
+    def on_hub(self) -> dict[str, Literal["model", "dataset"]]:
         given: dict[str, Literal["model", "dataset"]] = {one.path: "dataset" for one in self.datasets}
         given[self.tokenizer] = "model"
         return {text: kind for text, kind in given.items() if text.startswith(SCHEME)}

@@ -9,7 +9,7 @@ from openpi_train.policy.text_model import load_text_model
 from openpi_train.serve.limits import TextLimits, limits_of
 from openpi_train.serve.openai.text_server import TextServer
 from openpi_train.serve.request import ServeRequest, TextFlags
-from openpi_train.serve.starting import Progress
+from openpi_train.serve.starting import StartProgress
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class OpenedTexts:
     compiled_s: float
 
 
-def open_server(flags: ServeRequest, texts: TextFlags, key: str | None, progress: Progress) -> OpenedTexts:
+def open_server(flags: ServeRequest, texts: TextFlags, key: str | None, progress: StartProgress) -> OpenedTexts:
     """Load the model that the flags name. Raises UsageError for flags that only robot policies have."""
     model = load_text_model(
         flags.checkpoint,
