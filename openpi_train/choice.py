@@ -5,32 +5,45 @@ Read next: `registry.py`, which loads them.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core import cache_folders
 from openpi_train.data.core.hub import SCHEME
-from openpi_train.data.core.source import SourceConfig
+from openpi_train.data.core.source import SourceConfig, column_name
 from openpi_train.data.formats.detection import source_at
 from openpi_train.data.formats.lerobot import LeRobot
-from openpi_train.data.formats.lerobot.described import described
-from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.formats.lerobot.described import camera_names, described
+from openpi_train.data.formats.zarr import Zarr
+from openpi_train.data.formats.zarr.described_store import described_store, store_cameras
+from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.windows import require_cameras
+from openpi_train.data.text.opened_texts import first_kind
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_files import ENDINGS, find_files
 from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
+from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language.language_part import language_of, with_language
+from openpi_train.models.model_config import PolicyConfig
+from openpi_train.models.pi0 import Pi0Config
+from openpi_train.models.smolvla import SmolVlaConfig
 from openpi_train.rl.rewards.text_reward import TextReward
 from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.rl.text_rl import TextRL
+from openpi_train.robots.dataset_arm import DatasetArm
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 
 logger = logging.getLogger(__name__)
@@ -65,7 +78,8 @@ class ByActionDim:
             raise DataError(
                 f"{name} is chosen by the dims of the column {self.column!r}, and {place} has {what} "
                 f"(it has {found or 'no columns'}). Known: {known} dims. Give another dataset with --dataset PATH; "
-                "a LeRobot dataset of any dims trains with --data.robot recorded"
+                "a LeRobot dataset or zarr store of any dims trains with --data.robot recorded: "
+                f"python -m openpi_train {name} --exp-name NAME --dataset {shlex.quote(place)} --data.robot recorded"
             )
         return shape[0], self.experiments[shape[0]]
 
@@ -79,11 +93,11 @@ def source_of(path: str) -> SourceConfig:
         with contextlib.suppress(FileNotFoundError):
             find_files(path)
             raise UsageError(
-                f"{path} holds texts: a language model's experiment takes them with --data.mixture {path}"
+                f"{path} holds texts, which train a language model: lm_sft, lm_dpo or lm_grpo --dataset {path}"
             ) from None
         raise DataError(
-            f"{str(error).removesuffix('.')}. A language model's experiment takes texts, with --data.mixture in "
-            f"place of --dataset: a file or a folder of {', '.join(ENDINGS)}, or hub:USER/NAME"
+            f"{str(error).removesuffix('.')}. A language model's experiment, such as lm_sft, takes texts: a file or a "
+            f"folder of {', '.join(ENDINGS)}, or hub:USER/NAME"
         ) from error
 
 
@@ -95,11 +109,29 @@ def moved(source: SourceConfig, argv: Sequence[str]) -> SourceConfig:
 
 
 def on_dataset(experiment: Experiment, source: SourceConfig) -> Experiment:
-    """The experiment on only this dataset, with the robot of its first dataset and new norm stats."""
-    first = dataclasses.replace(
-        experiment.demonstrations.datasets[0], source=source, asset_id=None, norm_stats=None, validation=None
-    )
-    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(first,)))
+    """The experiment on only this dataset, with new norm stats, and with the robot of its first dataset.
+
+    An experiment without a dataset takes the robot that this one describes, as `on_features` does, and raises as it.
+    """
+    first = next(iter(experiment.demonstrations.datasets), None)
+    if first is None:
+        robot = _robot_of(source, experiment.policy, experiment.name)
+        return _with_robots(experiment, [Dataset(source=source, robot=robot)])
+    first = dataclasses.replace(first, source=source, asset_id=None, norm_stats=None, validation=None)
+    return _on_datasets(experiment, [first])
+
+
+def on_texts(experiment: Experiment, path: str) -> Experiment:
+    """The experiment on only the texts at this path: one that it has keeps its fields. Of prompts a policy may learn
+    with their references, or without: that, the first record says. Raises DataError if it cannot be read.
+    """
+    mixed = _mixed_texts(experiment, [(path, 1.0)])
+    if experiment.rl is None or not isinstance(mixed.data, TextData) or path.startswith(SCHEME):
+        return mixed
+    with reported_as(DataError):
+        found = first_kind(mixed.data.datasets[0])
+    kind = {"prompt only": "prompts", "prompt/completion": "texts"}.get(found, mixed.data.kind)
+    return dataclasses.replace(mixed, data=dataclasses.replace(mixed.data, kind=kind))
 
 
 def is_on(experiment: Experiment, source: SourceConfig) -> bool:
@@ -113,54 +145,118 @@ def on_repo_id(experiment: Experiment, repo_id: str) -> Experiment:
     Norm stats that belong to the dataset get its name; those of a robot stay. Raises UsageError for several datasets.
     """
     datasets = experiment.demonstrations.datasets
-    if len(datasets) != 1:
-        raise UsageError(f"--data.repo-id is for one dataset, and {experiment.name} has {len(datasets)}")
-    old = datasets[0]
     path = repo_id if Path(repo_id).expanduser().is_dir() else cache_folders.lerobot(repo_id)
+    old = next(iter(datasets), None)
+    if old is None:
+        return on_dataset(experiment, LeRobot(path=path))
+    if len(datasets) > 1:
+        raise UsageError(f"--data.repo-id is for one dataset, and {experiment.name} has {len(datasets)}")
     own = old.asset_id is not None and old.source.location == cache_folders.lerobot(old.asset_id)
     new = dataclasses.replace(old, source=LeRobot(path=path), asset_id=repo_id.strip("/") if own else old.asset_id)
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.demonstrations, datasets=(new,)))
 
 
 def on_features(experiment: Experiment, *, relative: bool) -> Experiment:
-    """The experiment with the robots that its LeRobot datasets describe (`data/formats/lerobot/described.py`).
+    """The experiment with the robots that its datasets describe (LeRobot's `described.py`, `described_store.py`).
 
     A model without padded dims gets the first one's dims and cameras. Norm stats are those of the datasets, and no
     environment is evaluated in. Raises UsageError for other datasets, or a run that learns from its own rollouts;
     DataError if features are missing.
     """
-    data, model, flag = experiment.demonstrations, experiment.policy, "--data.robot"
-    others = [one.source for one in data.datasets if not isinstance(one.source, LeRobot)]
-    if others:
-        raise UsageError(
-            f"{flag} is for LeRobot datasets, and {others[0].location} is {type(others[0]).__name__}: name one with "
-            "--dataset, convert this one (`data convert PATH NEW --to lerobot`), or write a class for the robot "
-            "(docs/your_own_robot.md)"
-        )
+    data, model = experiment.demonstrations, experiment.policy
+    robots = [_robot_of(one.source, model, "--data.robot", relative=relative) for one in data.datasets]
+    return _with_robots(
+        experiment,
+        [
+            dataclasses.replace(one, robot=robot, asset_id=None, norm_stats=None)
+            for one, robot in zip(data.datasets, robots, strict=True)
+        ],
+    )
+
+
+def _robot_of(source: SourceConfig, model: PolicyConfig, who: str, *, relative: bool = False) -> DatasetArm:
+    """The robot that a dataset describes; `who` reads it. Raises as `on_features`."""
+    with reported_as(DataError):
+        if isinstance(source, LeRobot):
+            return described(source.location, model.known_slots, relative=relative)
+        if isinstance(source, Zarr):
+            return described_store(source, model.known_slots, relative=relative)
+    raise UsageError(
+        f"{who} is for LeRobot datasets and zarr stores, which say dims and cameras, and {source.location} is "
+        f"{type(source).__name__}: convert it (`data convert {source.location or 'PATH'} NEW --to lerobot`), take an "
+        "experiment of its robot (`list`), or write a class for the robot (docs/your_own_robot.md)"
+    )
+
+
+def _with_robots(experiment: Experiment, datasets: Sequence[Dataset]) -> Experiment:
+    """The experiment on these datasets of robots that are described, and without evaluations in an environment."""
     if experiment.rl is not None:
         raise UsageError(
-            f"{flag}: {experiment.name} learns from rollouts with a robot of its environment; train another experiment"
+            f"--data.robot: {experiment.name} learns from rollouts with a robot of its environment; train another "
+            "experiment"
         )
-    with reported_as(DataError):
-        robots = [described(one.source.location, model.known_slots, relative=relative) for one in data.datasets]
-    first = robots[0]
-    model = model.for_robot(len(first.state_dims), len(first.action_dims), tuple(first.cameras))
-    for one, robot in zip(data.datasets, robots, strict=True):
+    robots = [one.robot for one in datasets if isinstance(one.robot, DatasetArm)]
+    for one, robot in zip(datasets, robots, strict=True):
         logger.info(
             "the robot of %s: state %s (%d dims), action %s (%d dims, %s), %g Hz, cameras %s",
             *(one.source.location, robot.state_columns[0], len(robot.state_dims), robot.action_columns[0]),
-            *(len(robot.action_dims), "relative to the state but grippers" if relative else "as recorded"),
+            *(len(robot.action_dims), "relative to the state but grippers" if robot.relative else "as recorded"),
             robot.rate_hz,
             ", ".join(f"{slot}: {feature}" for slot, feature in robot.cameras.items()) or "none",
         )
-    datasets = tuple(
-        dataclasses.replace(one, robot=robot, asset_id=None, norm_stats=None)
-        for one, robot in zip(data.datasets, robots, strict=True)
-    )
+    model = experiment.policy
+    if robots:
+        model = model.for_robot(len(robots[0].state_dims), len(robots[0].action_dims), tuple(robots[0].cameras))
     evaluated = dataclasses.replace(experiment.robot_eval, closed_loop=ClosedLoop())
-    return dataclasses.replace(
-        experiment, model=model, data=dataclasses.replace(data, datasets=datasets), eval=evaluated
-    )
+    return _on_datasets(dataclasses.replace(experiment, model=model, eval=evaluated), datasets)
+
+
+def require_robots(experiment: Experiment) -> None:
+    """Raise DataError, with a command to give, if a dataset lacks what the experiment's robot reads.
+
+    Looks at metadata alone, of LeRobot datasets and zarr stores, whose robot can be described instead.
+    """
+    for dataset in experiment.data.datasets if isinstance(experiment.data, DataConfig) else ():
+        source = dataset.source
+        if isinstance(dataset.robot, DatasetArm) or not isinstance(source, LeRobot | Zarr):
+            continue
+        with reported_as(DataError):
+            cameras = camera_names(source.location) if isinstance(source, LeRobot) else store_cameras(source)
+            shapes = source.column_shapes()
+        columns = {column_name(name): np.zeros((1, *dims), np.float32) for name, dims in shapes.items()}
+        problems = []
+        for check in (
+            functools.partial(require_cameras, dataset.robot, cameras),
+            functools.partial(dataset.robot.read, columns, np.array([1])),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                problems.append(f"{error}. ")
+        if problems:
+            name, about = experiment.name, f"--exp-name {experiment.exp_name} --dataset {shlex.quote(source.location)}"
+            raise DataError(
+                f"{''.join(problems)}{name} is for {type(dataset.robot).__name__}; if this is another robot, take the "
+                f"one that the dataset describes: python -m openpi_train {name} {about} --data.robot recorded, or with "
+                f"settings for any robot: python -m openpi_train {_for_any_robot(experiment)} {about}"
+            )
+
+
+def _for_any_robot(experiment: Experiment) -> str:
+    """The experiment for any robot that trains a model of this kind (`configs/own_data.py`)."""
+    match experiment.model:
+        case DiffusionPolicyConfig():
+            return "diffusion"
+        case SmolVlaConfig():
+            return "smolvla"
+        case Pi0Config(pi05=pi05):
+            return "pi05" if pi05 else "pi0"
+    return "act"
+
+
+def _on_datasets(experiment: Experiment, datasets: Sequence[Dataset]) -> Experiment:
+    data = dataclasses.replace(experiment.demonstrations, datasets=tuple(datasets))
+    return dataclasses.replace(experiment, data=data)
 
 
 def weighted_path(word: str) -> tuple[str, float]:
@@ -204,21 +300,39 @@ def on_mixture(experiment: Experiment, words: Sequence[str]) -> Experiment:
     if twice := sorted({path for path, _ in given if located.count(_place(path)) > 1}):
         raise UsageError(f"--data.mixture has {' and '.join(twice)} twice: give it once, with the sum of the weights")
     if isinstance(data, TextData):
-        texts = {_place(dataset.path): dataset for dataset in data.datasets}
-        mixed: tuple = tuple(
-            dataclasses.replace(texts.get(_place(path), TextDataset(path=path)), weight=weight)
-            for path, weight in given
+        return _mixed_texts(experiment, given)
+    own = {_place(dataset.source.location): dataset for dataset in data.datasets if dataset.source.location}
+    if not data.datasets:
+        sources = [(source_of(path), weight) for path, weight in given]
+        robots = [_robot_of(source, experiment.policy, experiment.name) for source, _ in sources]
+        return _with_robots(
+            experiment,
+            [
+                Dataset(source=source, robot=robot, weight=weight)
+                for (source, weight), robot in zip(sources, robots, strict=True)
+            ],
         )
-    else:
-        own = {_place(dataset.source.location): dataset for dataset in data.datasets if dataset.source.location}
-        first = dataclasses.replace(data.datasets[0], asset_id=None, norm_stats=None, validation=None)
-        mixed = tuple(
+    first = dataclasses.replace(data.datasets[0], asset_id=None, norm_stats=None, validation=None)
+    return _on_datasets(
+        experiment,
+        [
             dataclasses.replace(
                 own[_place(path)] if _place(path) in own else dataclasses.replace(first, source=source_of(path)),
                 weight=weight,
             )
             for path, weight in given
-        )
+        ],
+    )
+
+
+def _mixed_texts(experiment: Experiment, given: Sequence[tuple[str, float]]) -> Experiment:
+    """The experiment on the texts of these paths with these weights."""
+    data = experiment.data
+    assert isinstance(data, TextData)
+    texts = {_place(dataset.path): dataset for dataset in data.datasets}
+    mixed = tuple(
+        dataclasses.replace(texts.get(_place(path), TextDataset(path=path)), weight=weight) for path, weight in given
+    )
     return dataclasses.replace(experiment, data=dataclasses.replace(data, datasets=mixed))
 
 
@@ -258,6 +372,18 @@ def on_env(experiment: Experiment, env: Env) -> Experiment:
     if isinstance(rl, RobotRL):
         rl = dataclasses.replace(rl, env=env, tasks=None)
     return dataclasses.replace(experiment, eval=dataclasses.replace(experiment.robot_eval, closed_loop=loop), rl=rl)
+
+
+def on_rewards(experiment: Experiment, names: Sequence[str]) -> Experiment:
+    """The experiment whose completions have these rewards. Raises UsageError if it rewards none, or one is none."""
+    if not isinstance(experiment.rl, TextRL):
+        raise UsageError(
+            f"--reward is for language models that learn from rewards, such as lm_grpo: {experiment.name} does not"
+        )
+    rewards = tuple(TextReward(name=name) for name in names)
+    if problems := [problem for number, reward in enumerate(rewards) for problem in reward.check(number)]:
+        raise UsageError("\n".join(problems))
+    return dataclasses.replace(experiment, rl=dataclasses.replace(experiment.rl, rewards=rewards))
 
 
 def with_rewards(experiment: Experiment, argv: Sequence[str]) -> Experiment:

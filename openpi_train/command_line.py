@@ -89,7 +89,8 @@ class OverrideFlags(Request):
     deepspeed: str | None = None
     # adamw, adafactor, lion, muon or sgd; set its fields with --optimizer.FIELD.
     optimizer: str | None = None
-    # Train on the dataset at this path; its format is detected.
+    # Train on the dataset at this path, of demonstrations or texts; its format is detected. Texts may also be
+    # hub:USER/NAME.
     dataset: str | None = None
     # Train on this LeRobot dataset: a folder, or its name on the Hugging Face hub, which is looked for where LeRobot
     # downloads to (HF_LEROBOT_HOME). Robot and other settings stay.
@@ -102,6 +103,9 @@ class OverrideFlags(Request):
     # and its actions, which the model sees as recorded, or relative to the state at a chunk's start (all dims with a
     # name of the state's but grippers). Models without padded dims get its dims and cameras.
     data_robot: Annotated[Literal["recorded", "relative"] | None, tyro.conf.arg(name="data.robot")] = None
+    # What completions are rewarded for, in place of the experiment's rewards: FILE.py:FUNCTION, one of TRL's form too,
+    # or a name of docs/reinforcement_learning.md. Of several the sum is the reward.
+    reward: tuple[str, ...] | None = None
     # The environment of closed-loop evaluations, and of RL: tabletop, metaworld, gym:ID, FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.
     env: Annotated[str | None, tyro.conf.arg(aliases=("--rl.env",))] = None

@@ -42,7 +42,10 @@ def _optimizer(experiment: "Experiment", name: str, goes_on: bool) -> "Experimen
 
 def _dataset(experiment: "Experiment", path: str, goes_on: bool) -> "Experiment":
     from openpi_train import choice
+    from openpi_train.data.text.text_data import TextData
 
+    if isinstance(experiment.data, TextData):
+        return choice.on_texts(experiment, path)
     source = choice.source_of(path)
     return experiment if goes_on and choice.is_on(experiment, source) else choice.on_dataset(experiment, source)
 
@@ -63,6 +66,12 @@ def _robot(experiment: "Experiment", actions: str, goes_on: bool) -> "Experiment
     from openpi_train import choice
 
     return choice.on_features(experiment, relative=actions == "relative")
+
+
+def _reward(experiment: "Experiment", names: Sequence[str], goes_on: bool) -> "Experiment":
+    from openpi_train import choice
+
+    return choice.on_rewards(experiment, names)
 
 
 def _environment(experiment: "Experiment", name: str, goes_on: bool) -> "Experiment":
@@ -90,6 +99,7 @@ OVERRIDES = (
     Override("repo_id", _repo_id, in_help=True),
     Override("data_mixture", _mixture),
     Override("data_robot", _robot),
+    Override("reward", _reward, in_help=True),
     Override("env", _environment),
     Override("model_path", _model),
 )

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIGS = "openpi_train_configs"
+# The file whose experiments stand first.
+_FIRST = "own_data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +54,9 @@ class UnknownName(ValueError):
 
 
 def entries() -> dict[str, Entry]:
-    """Every experiment in `configs/`, by name, in file order."""
+    """Every experiment in `configs/`, by name, in file order; those for one's own data first."""
     found: dict[str, Entry] = {}
-    for file in sorted(_configs_directory().glob("*.py")):
+    for file in sorted(_configs_directory().glob("*.py"), key=lambda file: (file.stem != _FIRST, file)):
         for entry in read_entries(file):
             if entry.name in found:
                 raise ValueError(f"experiment {entry.name!r} is defined twice: in {found[entry.name].file} and {file}")

@@ -8,6 +8,8 @@ import numpy as np
 
 from openpi_train.data.core.mixture import Mixture
 from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.prompt_records import PromptRecord, prompt_records
+from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_prompts import TextPrompt, prompt_of
 from openpi_train.runtime.exits import DataError
 
@@ -28,6 +30,7 @@ class PromptSource:
     def __init__(self, data: OpenedText, most_tokens: int):
         self._members, self._tokenizer = data.train.members, data.words
         self._samples: list[np.ndarray] = []
+        self._records: list[list[PromptRecord]] = []
         longest = 0
         for member in self._members:
             store, samples = member.store, member.samples
@@ -69,6 +72,25 @@ class PromptSource:
         """The prompt that is drawn as the `draw`-th."""
         dataset, index = self._locate(draw)
         return prompt_of(self._members[dataset], int(self._samples[dataset][index]), self._tokenizer)
+
+    def read_records(self, config: TextData) -> frozenset[str]:
+        """Read the records of the prompts from their files, for `record`; returns the columns that they have.
+
+        Raises as `prompt_records`.
+        """
+        self._records = [
+            prompt_records(dataset, member.store, samples, offline=config.offline)
+            for dataset, member, samples in zip(config.datasets, self._members, self._samples, strict=True)
+        ]
+        columns = {name: None for records in self._records for one in records for name in one.columns}
+        for records in self._records:  # what a record of JSON lines lacks is null, as in tables
+            records[:] = [PromptRecord(one.prompt, {**columns, **one.columns}) for one in records]
+        return frozenset(columns)
+
+    def record(self, draw: int) -> PromptRecord | None:
+        """The record of the prompt that is drawn as the `draw`-th; None before `read_records`."""
+        dataset, index = self._locate(draw)
+        return self._records[dataset][index] if self._records else None
 
     def ends(self) -> list[int]:
         """The special tokens that end references, which are not always the tokenizer's own (in conversations)."""

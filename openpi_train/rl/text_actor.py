@@ -13,6 +13,7 @@ import numpy as np
 
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_batches import batch_of, one_text_per_row
+from openpi_train.data.text.text_data import TextData
 from openpi_train.data.tokenizers.text_tokenizer import end_tokens
 from openpi_train.evaluation.completer import generator_of, part_of
 from openpi_train.evaluation.measure import EvaluationContext
@@ -41,7 +42,7 @@ class TextActor(Actor):
     Raises UsageError if the model gives no texts.
     """
 
-    def __init__(self, rl: TextRL, running: EvaluationContext, prompts: PromptSource):
+    def __init__(self, rl: TextRL, running: EvaluationContext, prompts: PromptSource, data: TextData):
         trainer: Any = running.trainer
         found = policy_of(trainer.model)
         if found is None:
@@ -76,6 +77,8 @@ class TextActor(Actor):
             memory_gib=rl.reward_memory_gib,
             environment=rl.reward_environment,
         )
+        if self._judge.reads_records:
+            self._judge.check_columns(prompts.read_records(data))
         self._texts: TextGenerator | None = None
         self.identity: Mapping[str, Any] = prompts.identity
 
@@ -85,6 +88,7 @@ class TextActor(Actor):
     def act(self, params: Params, draws: Sequence[int], group_size: int) -> Rollouts:
         texts = self._with(params)
         prompts = [prompt for draw in draws for prompt in [self._prompts.prompt(draw)] * group_size]
+        groups = [group for draw in draws for group in [(draw, self._prompts.record(draw))] * group_size]
         rows = [draw * group_size + number for draw in draws for number in range(group_size)]
         found = texts.complete([prompt.tokens for prompt in prompts], self._settings, rows=rows, after_step=self._look)
         texts.generator.release()
@@ -96,8 +100,10 @@ class TextActor(Actor):
                 tokens=(*prompt.tokens, *_chosen(new)),
                 num_new_tokens=len(_chosen(new)),
                 most_new_tokens=self._rl.max_new_tokens,
+                group=draw,
+                record=record,
             )
-            for prompt, new in zip(prompts, found, strict=True)
+            for prompt, new, (draw, record) in zip(prompts, found, groups, strict=True)
         ]
         rewards = self._judge(completed)
         columns = self._columns(completed, [_log_probs(new) for new in found])

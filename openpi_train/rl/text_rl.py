@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from openpi_train.data.core.interface import Data, OpenedData
 from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.prompt_records import first_columns
 from openpi_train.data.text.text_batches import batch_shapes
 from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_rows import row_spec_of
@@ -101,14 +102,28 @@ class TextRL(RLConfig):
                     f"most --rl.max-new-tokens {self.max_new_tokens}; give fewer tokens"
                 )
         if not self.rewards:
-            problems.append("--rl.rewards is empty: there is nothing to learn from")
+            problems.append(
+                "completions have no reward: give --reward rewards.py:FUNCTION, or a name of "
+                "docs/reinforcement_learning.md, such as --reward 'regex:.*[0-9]'"
+            )
         if self.reward_timeout_s <= 0:
             problems.append(f"--rl.reward-timeout-s {self.reward_timeout_s} must be above 0")
         if not 0 < self.reward_memory_gib < float("inf"):
             problems.append(f"--rl.reward-memory-gib {self.reward_memory_gib} must be a finite number above 0")
         if odd := [name for name in self.reward_environment if not name or "=" in name]:
             problems.append(f"--rl.reward-environment {' '.join(odd)}: give names of variables, not values")
-        return problems + [problem for number, reward in enumerate(self.rewards) for problem in reward.check(number)]
+        problems += [problem for number, reward in enumerate(self.rewards) for problem in reward.check(number)]
+        return problems + self._check_columns(data)
+
+    def _check_columns(self, data: TextData) -> list[str]:
+        """Why functions of TRL's form cannot be called with the columns that first records of files here have."""
+        forms = {reward.name: form for reward in self.rewards if (form := reward.trl_form) is not None}
+        found = [first_columns(dataset) for dataset in data.datasets] if forms else []
+        columns = frozenset().union(*(one or () for one in found))
+        if not columns or None in found:
+            return []
+        told = [(name, form.problem(columns)) for name, form in forms.items()]
+        return [f"--reward {name}: {problem}" for name, problem in told if problem]
 
     def generation_size(self, model: ModelConfig, data: Any) -> GenerationSize | None:
         found = policy_of(model)
@@ -166,4 +181,4 @@ class TextRL(RLConfig):
     def actor(self, running: EvaluationContext, data: Any) -> Actor:
         from openpi_train.rl.text_actor import TextActor  # which imports this module
 
-        return TextActor(self, running, self.prompts(data, running.data))
+        return TextActor(self, running, self.prompts(data, running.data), data)

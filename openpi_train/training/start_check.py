@@ -10,6 +10,7 @@ import math
 import jax
 
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
+from openpi_train.choice import require_robots
 from openpi_train.data.core import hub
 from openpi_train.experiment import Experiment
 from openpi_train.interop.checkpoint_hub import is_address
@@ -69,6 +70,8 @@ def check_downloads(given: Experiment, experiment: Experiment, together: ErrorCo
 
 def examine_data(experiment: Experiment, together: ErrorCollector) -> list[str]:
     """Keep what is soon found wrong with the data; returns what was not looked at."""
+    with together:
+        require_robots(experiment)
     with together, reported_as(DataError):
         return experiment.data.examine(experiment.model)
     return []

@@ -532,7 +532,7 @@ def test_training_files_that_cannot_be_meant_are_refused(data, message):
     [
         ({"prompt": "a", "response": "b"}, ("prompt=prompt", "completion=response")),
         ({"prompt": "a", "completion": "b", "response": "c"}, ()),
-        ({"conversations": [{"role": "user", "content": "a"}]}, ("messages=conversations",)),
+        ({"conversations": [{"role": "user", "content": "a"}]}, ()),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ()),
         ({"text": "a"}, ()),
     ],

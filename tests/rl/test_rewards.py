@@ -311,7 +311,7 @@ if __name__ == "__main__":
         ("killed", "end", r"has ended its process \(killed by SIGKILL, as the system does that has no memory left\)"),
         ("words", "", "it returned '0.5'; needed is a number"),
         ("missing", "", "has no function 'missing'"),
-        ("two", "", r"is called as two\(prompt, completion, reference\): too many positional"),
+        ("two", "", r"two in .*: too many positional arguments; needed is \(prompt, completion, reference\)"),
         ("os", "", "has no function 'os'"),
     ],
 )

@@ -341,7 +341,7 @@ def test_epochs_are_passes_over_the_prompts_in_whole_iterations(make, most_token
         ),
         ({"rl": dataclasses.replace(PRACTICE, stop_ids=(2**31,))}, "--rl.stop-ids 2147483648 must be"),
         ({"rl": dataclasses.replace(PRACTICE, max_new_tokens=16)}, "leave none for the prompt"),
-        ({"rl": dataclasses.replace(PRACTICE, rewards=())}, "--rl.rewards is empty"),
+        ({"rl": dataclasses.replace(PRACTICE, rewards=())}, "completions have no reward: give --reward"),
         (
             {"rl": dataclasses.replace(PRACTICE, rewards=(TextReward(name="overlong:7"),))},
             "--rl.rewards.0.name overlong:7: every completion would lose some",

@@ -102,6 +102,8 @@ class DataConfig(Data):
                 _ = dataset.robot.delta_mask
             except ValueError as error:
                 problems.append(f"--data.datasets.{number}: {error}")
+        if not self.datasets:
+            problems.append("there is no dataset to train on: give --dataset FOLDER, a LeRobot dataset or a zarr store")
         problems += differences([(one.asset, one.robot) for one in self.datasets], self.may_differ)
         return problems
 

@@ -7,7 +7,7 @@ before its beginning the first observation and action repeat, after its end the 
 
 import dataclasses
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -78,6 +78,19 @@ class WindowShape:
         return first, lengths - self.horizon + 1 + self.pad_after - self.first_action
 
 
+def require_cameras(
+    robot: Robot, cameras: Sequence[str], left_out: Callable[[Container[str]], str] = lambda wanted: ""
+) -> None:
+    """Raise ValueError if a dataset with these image features lacks one of the robot's; `left_out` may say why."""
+    for slot, feature in robot.cameras.items():
+        if feature not in cameras:
+            flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
+            raise ValueError(
+                f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset does not have; "
+                f"it has {', '.join(cameras) or 'no images'}: set {flag}{left_out([feature])}"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Windows:
     """The samples of one dataset in one split, numbered 0..len-1 in the order of their control steps.
@@ -100,13 +113,7 @@ class Windows:
     skip_unlabeled: bool | None = None
 
     def __post_init__(self):
-        for slot, feature in self.robot.cameras.items():
-            if feature not in self.source.cameras:
-                flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
-                raise ValueError(
-                    f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset does not have; "
-                    f"it has {', '.join(self.source.cameras) or 'no images'}: set {flag}{self._left_out([feature])}"
-                )
+        require_cameras(self.robot, self.source.cameras, self._left_out)
         if self.source.num_episodes and self.unlabeled.all():
             why = (
                 f"the robot is a {type(self.robot).__name__}" if self.skip_unlabeled is None else "skip_unlabeled is on"

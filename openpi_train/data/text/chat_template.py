@@ -32,6 +32,28 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+# For a tokenizer without one: the form of Zephyr's, which needs no token but the one that ends a text.
+_BUILT_IN = """
+{%- for message in messages %}
+    {%- if message.tool_calls or message.content is not string %}
+        {{- raise_exception('it writes texts alone: give one for tool calls (--data.chat-template FILE)') }}
+    {%- endif %}
+    {{- '<|' + message.role + '|>\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + eos_token }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+
+def built_in(begin: str) -> str:
+    """The source of a template for a tokenizer without one, whose texts begin with the text of these tokens."""
+    return f"{{{{- {json.dumps(begin)} }}}}{_BUILT_IN}"
+
+
 class NotAPrefixError(ValueError):
     """The template writes the beginning of a conversation differently from the beginning of the whole."""
 

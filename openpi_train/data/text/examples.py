@@ -7,7 +7,9 @@
     preference           [prompt,] chosen, rejected         strings             conversations
     unpaired preference  prompt, completion, label          strings; a boolean  conversations; a boolean
 
-A conversation is a list of messages, objects with `role` and `content` (`message_content.py`). After a prompt that is
+A conversation is a list of messages, objects with `role` and `content` (`message_content.py`), or as ShareGPT's files
+have them, with `from` and `value`; there the column is `conversations`, the prompt beside `chosen` and `rejected`, and
+`system` may be another one. After a prompt that is
 one, a completion that is a string is the assistant's answer. Without a prompt, the beginning that `chosen` and
 `rejected` share is the prompt. Further columns with a meaning: `tools` and `chat_template_kwargs` (variables of the
 chat template), `margin` (of a preference), `ref_chosen_logps`, `ref_rejected_logps` and `reference_logps`
@@ -30,9 +32,17 @@ Text = str | Conversation
 # The columns that are read.
 COLUMNS = (
     *("text", "messages", "prompt", "completion", "chosen", "rejected", "label", "tools", "chat_template_kwargs"),
-    *("margin", "ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
+    *("conversations", "system", "margin", "ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
 )
 _TEXTS = ("text", "messages", "prompt", "completion", "chosen", "rejected")
+
+# Roles of ShareGPT's messages.
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
 
 # float32 holds no larger numbers.
 _LARGEST = 3e38
@@ -71,7 +81,7 @@ class Example:
 
 def example_of(record: JsonObject) -> Example:
     """The example in a record; entries that are None count as absent. Raises ValueError, saying what is wrong."""
-    given = {name: value for name, value in record.items() if value is not None}
+    given = _of_sharegpt({name: value for name, value in record.items() if value is not None})
     told: dict[str, Any] = {"variables": _variables(given)}
     if {"chosen", "rejected"} <= given.keys():
         return _preference(given, told)
@@ -102,6 +112,21 @@ def example_of(record: JsonObject) -> Example:
         f"its columns {sorted(record)} are of no known type: needed are `text`, `messages`, `prompt`, `prompt` and "
         "`completion`, or `chosen` and `rejected`; name them with --data.datasets.N.columns, such as completion=answer"
     )
+
+
+def _of_sharegpt(given: dict[str, Any]) -> dict[str, Any]:
+    """The record with the columns of TRL's types, if it has those of ShareGPT."""
+    if "conversations" not in given or "messages" in given:
+        return given
+    messages = _conversation("conversations", given["conversations"])
+    if (
+        isinstance(system := given.get("system"), str)
+        and system
+        and [one["role"] for one in messages[:1]] != ["system"]
+    ):
+        messages = [{"role": "system", "content": system}, *messages]
+    rest = {name: value for name, value in given.items() if name not in ("conversations", "system")}
+    return {**rest, ("prompt" if {"chosen", "rejected"} <= rest.keys() else "messages"): messages}
 
 
 def _preference(given: JsonObject, told: dict[str, Any]) -> Example:
@@ -163,9 +188,12 @@ def _texts(given: JsonObject, *names: str) -> list[Any]:
     return found
 
 
-def _conversation(name: str, value: object) -> Conversation:
+def _conversation(name: str, value: Any) -> Conversation:
+    if isinstance(value, Mapping) and ({"from", "value"} <= value.keys() or {"role", "content"} <= value.keys()):
+        value = [value]
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError(f"{name} is {_what(value)}; allowed: a string, or a list of messages")
+    value = [_message(one, f"message {number} of {name}") for number, one in enumerate(value)]
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
@@ -181,6 +209,16 @@ def _conversation(name: str, value: object) -> Conversation:
             raise ValueError(f"message {number} of {name}: {error}") from error
     # Columns of parquet files give every message the entries that one of them has.
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+
+
+def _message(message: Any, place: str) -> Any:
+    """A message with `role` and `content`, if it has ShareGPT's `from` and `value`."""
+    if not isinstance(message, Mapping) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    speaker = message["from"]
+    if speaker not in _SPEAKERS:
+        raise ValueError(f"{place} is from {speaker!r:.40}; known are {', '.join(_SPEAKERS)}")
+    return {"role": _SPEAKERS[speaker], "content": message["value"]}
 
 
 def _require_content(name: str, text: Text) -> None:

@@ -22,7 +22,7 @@ from openpi_train.data.text import arithmetic
 from openpi_train.data.text.encoded_parts import bad_record, renamed
 from openpi_train.data.text.examples import COLUMNS, example_of
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.text.text_encoder import TextEncoder, templates_of
+from openpi_train.data.text.text_encoder import TextEncoder, built_in_template, templates_of
 from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
@@ -130,6 +130,14 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         _check_tokens(split, request.model, tokenizer)
         if config.kind == "preferences" and not request.uses_margins:
             _refuse_margins(split)
+    own_template = None
+    if any(split.store.conversational for both in splits for split in both) and not _has_template(config, tokenizer):
+        own_template = encoder.templates["default"].source
+        logger.info(
+            "data: %s has no chat template, so the built-in one is used (<|user|> ... %r, <|assistant|> ... %r); "
+            "another: --data.chat-template FILE",
+            *(tokenizer.name, *[tokenizer.special_tokens["eos_token"]] * 2),
+        )
     cut = TextCut(config.max_length, config.truncation)
     training = [_member(config, train, cut) for train, _ in splits]
     held_out = [_member(config, held_out, cut) for _, held_out in splits if len(held_out.samples)]
@@ -155,7 +163,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         num_samples=train.num_samples,
         text_length=length,
         tokenizer=tokenizer.fingerprint,
-        token_files={f"{FOLDER}/{name}": content for name, content in _files(config, tokenizer).items()},
+        token_files={f"{FOLDER}/{name}": content for name, content in _files(config, tokenizer, own_template).items()},
         train=train.in_lengths(lengths) if len(lengths) > 1 else train,
         validation=rows(held_out, _VALIDATION_SEED) if held_out else None,
         words=tokenizer,
@@ -226,8 +234,25 @@ def _examine_first(config: TextData, dataset: TextDataset, file: TextFile) -> No
         return
 
 
+def first_kind(dataset: TextDataset) -> str:
+    """The kind of a dataset's first record (`examples.Kind`).
+
+    Raises FileNotFoundError if there is no file, ValueError if the record is none.
+    """
+    columns = dataset.columns_by_type
+    for file in find_files(dataset.path, dataset.split):
+        for number, raw in file.records(tuple(columns.values()) or COLUMNS):
+            try:
+                return example_of(renamed(parsed(raw), columns)).type.kind
+            except ValueError as error:
+                raise bad_record(dataset.name, file.place(number), error) from error
+    raise ValueError(f"no text in {dataset.path}: it is empty")
+
+
 def _encoder(config: TextData, tokenizer: TextTokenizer) -> TextEncoder:
     templates = templates_of(tokenizer, config.chat_template, config.today)
+    if not templates and (own := built_in_template(tokenizer, config.today)) is not None:
+        templates = {"default": own}
     return TextEncoder(tokenizer=tokenizer, templates=templates, targets=config.targets)
 
 
@@ -276,11 +301,17 @@ def _refuse_margins(split: _Split) -> None:
         )
 
 
-def _files(config: TextData, tokenizer: TextTokenizer) -> dict[str, bytes]:
-    """The tokenizer's files for checkpoints, with the template that the run uses."""
-    if config.chat_template is None:
-        return tokenizer.files
-    return {**tokenizer.files, "chat_template.jinja": Path(config.chat_template).expanduser().read_bytes()}
+def _has_template(config: TextData, tokenizer: TextTokenizer) -> bool:
+    return config.chat_template is not None or bool(tokenizer.chat_templates)
+
+
+def _files(config: TextData, tokenizer: TextTokenizer, own_template: str | None) -> dict[str, bytes]:
+    """The tokenizer's files for checkpoints, with the template that the run uses; `own_template`: the built-in one."""
+    if config.chat_template is not None:
+        return {**tokenizer.files, "chat_template.jinja": Path(config.chat_template).expanduser().read_bytes()}
+    return (
+        tokenizer.files if own_template is None else {**tokenizer.files, "chat_template.jinja": own_template.encode()}
+    )
 
 
 def _open_splits(config: TextData, number: int, dataset: TextDataset, encoder: TextEncoder) -> tuple[_Split, _Split]:

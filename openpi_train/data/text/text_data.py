@@ -6,7 +6,7 @@ The dataset types are those of TRL (`examples.py`). Read next: `opened_texts.py`
 import dataclasses
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,13 @@ from openpi_train.fields import at_least
 # What the rows of a run are: texts to predict; preferences between two completions; completions, each with a label;
 # prompts to answer.
 RowKind = Literal["texts", "preferences", "unpaired", "prompts"]
+# What each is made of, in the columns of a file.
+_FILES: Mapping[RowKind, str] = {
+    "texts": "with a column messages, prompt and completion, or text",
+    "preferences": "with columns prompt, chosen and rejected",
+    "unpaired": "with columns prompt, completion and label",
+    "prompts": "with a column prompt",
+}
 # What chat templates write as today's date.
 TODAY = "2024-07-26"
 
@@ -112,7 +119,7 @@ class TextData(Data):
     def check(self) -> list[str]:
         problems = [problem for number, dataset in enumerate(self.datasets) for problem in _check(number, dataset)]
         if not self.datasets:
-            problems.append("the run has no dataset: give --data.datasets")
+            problems.append(f"there is no dataset to train on: give --dataset FILE, {_FILES[self.kind]}")
         if not 0 <= self.validation_fraction < 1:
             problems.append(
                 f"--data.validation-fraction {self.validation_fraction} must lie in [0, 1); 0 holds nothing out"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from openpi_train.data.text.chat_template import ChatTemplate, Span
+from openpi_train.data.text.chat_template import ChatTemplate, Span, built_in
 from openpi_train.data.text.conversation_faults import fault_of, template_fault
 from openpi_train.data.text.examples import Example, Text
 from openpi_train.data.tokenizers.text_tokenizer import Pieces, TextTokenizer, end_tokens
@@ -184,6 +184,18 @@ def templates_of(tokenizer: TextTokenizer, given: str | None, today: str) -> dic
         return {"default": ChatTemplate.read(given, **about)}
     sources = tokenizer.chat_templates.items()
     return {name: ChatTemplate(source, name=f"of {tokenizer.name}", **about) for name, source in sources}
+
+
+def built_in_template(tokenizer: TextTokenizer, today: str) -> ChatTemplate | None:
+    """The template for conversations where the tokenizer has none; None if it names no token that ends a text."""
+    if tokenizer.eos is None:
+        return None
+    return ChatTemplate(
+        built_in(tokenizer.decode(tokenizer.begin)),
+        name="built in",
+        special_tokens=tokenizer.special_tokens,
+        today=datetime.date.fromisoformat(today),
+    )
 
 
 def inside(pieces: Pieces, spans: Sequence[Span]) -> np.ndarray:

@@ -156,6 +156,7 @@ class TokenCache:
             "dataset": self.where,
             "sources": sources,
             "kind": next(kind for part in parts if (kind := told_of(part)["kind"])),
+            "conversational": any("conversational" in (told_of(part)["type"] or "") for part in parts),
             "largest_token": totals["largest_token"],
             "dropped": {"number": len(bad), "first": bad[0]} if bad else None,
             "findings": [finding.as_json() for finding in self._findings(parts, totals["texts"])],

@@ -26,6 +26,8 @@ class TokenStore:
         self._stored = stored
         self.fingerprint: str = stored.manifest["fingerprint"]
         self.kind: str = stored.manifest["kind"]
+        # Whether they were rendered by a chat template; of an older cache, by one that its tokenizer has.
+        self.conversational: bool = stored.manifest.get("conversational", False)
         # How many records were left out, and the first of them; None if none.
         self.dropped: dict[str, Any] | None = stored.manifest["dropped"]
         self.findings = [Finding.from_json(one) for one in stored.manifest["findings"]]
@@ -62,7 +64,12 @@ class TokenStore:
         start, end = self.text_ends[number - 1] if number else 0, self.text_ends[number]
         return self.tokens[start:end], self.targets[start:end]
 
+    def origin(self, sample: int) -> tuple[int, int]:
+        """The number of a sample's file, and that of its record there (`TextFile.records`)."""
+        return int(self._stored.arrays["files"][sample]), int(self._stored.arrays["lines"][sample])
+
     def place(self, sample: int) -> str:
         """The file and line of a sample."""
-        name = self._stored.manifest["sources"][int(self._stored.arrays["files"][sample])][0]
-        return TextFile(Path(name), name).place(int(self._stored.arrays["lines"][sample]))
+        file, line = self.origin(sample)
+        name = self._stored.manifest["sources"][file][0]
+        return TextFile(Path(name), name).place(line)

@@ -27,7 +27,7 @@ _KINDS: Mapping[Algorithm, tuple[str, ...]] = {
 _SINGLE = ("data.train_file", "data.dataset_path")
 _LISTS = ("data.datasets", "data.train_files")
 # Columns of the tool's own files, and what they are called here.
-_OTHER_NAMES = {"response": "completion", "conversations": "messages"}
+_OTHER_NAMES = {"response": "completion"}
 _FIELDS = ("path", "weight", "name")
 _OF_A_KIND = (
     *("train_files", "validation_files", "merge_datasets", "merged_cache_path"),

@@ -14,12 +14,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from openpi_train.rl.rewards.process_group import end_group
+from openpi_train.rl.rewards.reward_form import GIVEN, NEEDED, TrlForm, form_of, signature_in
 from openpi_train.rl.rewards.reward_process import BOOT, clean_environment
 from openpi_train.runtime.exits import DataError
 
@@ -44,17 +45,38 @@ def file_problem(name: str) -> list[str]:
     """Why there is no function of the name `file.py:function`, as far as can be seen without running the file."""
     file, _, function = name.rpartition(":")
     if not (file.endswith(".py") and function.isidentifier()):
-        return ["needed is file.py:function, a function of (prompt, completion, reference)"]
+        return [f"needed is file.py:function; {NEEDED}"]
     if not Path(file).is_file():
         return [f"there is no file {file} (looked in {Path.cwd()})"]
     try:
-        names = _names(ast.parse(Path(file).read_bytes(), file))
+        module = ast.parse(Path(file).read_bytes(), file)
     except (SyntaxError, ValueError) as error:
         return [f"{file} is no Python file: {error}"]
+    names = _names(module)
     if function in names or "*" in names:
+        try:
+            _form_in(module, function)
+        except ValueError as error:
+            return [f"{function} in {file}: {error}"]
         return []
     close = difflib.get_close_matches(function, names, n=1)
     return [f"{file} has no function {function!r}" + (f"; did you mean {close[0]}?" if close else "")]
+
+
+def trl_form(name: str) -> TrlForm | None:
+    """The form of the function `file.py:function` if it is TRL's, as far as can be seen without running the file."""
+    file, _, function = name.rpartition(":")
+    try:
+        return _form_in(ast.parse(Path(file).read_bytes(), file), function)
+    except (OSError, SyntaxError, ValueError):  # `file_problem` tells
+        return None
+
+
+def _form_in(module: ast.Module, name: str) -> TrlForm | None:
+    """The form of the last function of this name, if it is TRL's. Raises ValueError if it is no reward's."""
+    found = [one for one in module.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name == name]
+    signature = signature_in(found[-1]) if found else None
+    return None if signature is None else form_of(signature)
 
 
 def _names(module: ast.Module) -> set[str]:
@@ -78,7 +100,8 @@ class InterruptedReward(Exception):
 
 
 class FunctionReward:
-    """Calls `file.py:function(prompt, completion, reference)`, or one of `PACKAGED`, in a process of its own.
+    """Calls `file.py:function(prompt, completion, reference)`, or one of `PACKAGED`, in a process of its own; or a
+    function of TRL's form (`reward_form.py`), whose `form` is known once it is started.
 
     Args:
         timeout_s: the longest time of a call. The process is then killed and the next call gets a new one.
@@ -105,12 +128,23 @@ class FunctionReward:
         self._connection: Connection | None = None
         self._looked = time.monotonic()
         self._deaths = 0
+        self.form: TrlForm | None = None
 
     def __call__(self, texts: Sequence[Texts]) -> list[float | None]:
         """The rewards. Raises DataError if the function raises, or ends its process or takes too long and that is an
         error, and InterruptedReward if the run is asked to stop.
         """
-        return [self._one(one) for one in texts]
+        return [self._asked({"texts": one}, self._told(one[0]), 1)[0] for one in texts]
+
+    def of_group(self, prompt: str, arguments: Mapping[str, Sequence[Any]]) -> list[float | None]:
+        """The rewards of the completions of a prompt, by a function of TRL's form. It may take as long as for as many
+        single ones; if it takes longer, all have no reward. Raises as `__call__`.
+        """
+        count = len(arguments["completions"])
+        assert self.form is not None
+        columns = {name: values for name, values in arguments.items() if name not in GIVEN}
+        given = self.form.arguments({name: arguments[name] for name in GIVEN}, columns)
+        return self._asked({"arguments": given}, self._told(prompt, count), count)
 
     def start(self) -> None:
         """Start the process. Raises DataError if the file cannot be imported, or has no such function."""
@@ -125,34 +159,43 @@ class FunctionReward:
             self._process.wait()
         self._process = self._connection = None
 
-    def _one(self, texts: Texts) -> float | None:
+    def _asked(self, question: dict[str, Any], told: str, count: int) -> list[float | None]:
+        """The answer, for so many completions, to a question that `told` describes."""
         if self._process is not None and self._has_ended():
             self.close()  # it was killed between two calls, of which this completion knows nothing
-        connection = self._started()
+        connection, limit_s = self._started(), self._timeout_s * count
+        none: list[float | None] = [None] * count
         try:
-            connection.send_bytes(json.dumps({"texts": texts, "timeout_s": self._timeout_s}).encode())
-            is_in_time = self._answers(connection)
+            connection.send_bytes(json.dumps({**question, "timeout_s": limit_s}).encode())
+            is_in_time = self._answers(connection, limit_s)
             answer = self._received(connection) if is_in_time else {}
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            return self._without(f"{self._told(texts)} has ended its process ({self._end()})", error)
+            self._without(f"{told} has ended its process ({self._end()})", error)
+            return none
         if not is_in_time:
             self.close()
-            return self._without(f"{self._told(texts)} took longer than {self._timeout_s:g} s and was killed")
+            self._without(f"{told} took longer than {limit_s:g} s and was killed")
+            return none
         if answer["out_of_memory"]:
             self.close()  # what it holds may be half made
             most = f"more than {self._memory_gib:g} GiB of memory (--rl.reward-memory-gib)"
-            return self._without(f"{self._told(texts)} needed {most} and was killed", MemoryError())
+            self._without(f"{told} needed {most} and was killed", MemoryError())
+            return none
         self._deaths = 0
         if answer["problem"] is not None:
-            raise DataError(f"{self._told(texts)} has failed:\n{answer['problem']}")
-        return answer["value"]
+            raise DataError(f"{told} has failed:\n{answer['problem']}")
+        values = [answer["value"]] if "texts" in question else answer["value"]
+        if not isinstance(values, list) or len(values) != count:
+            number = len(values) if isinstance(values, list) else 1
+            raise DataError(f"{told}: it returned {number} rewards, and there are {count} completions")
+        return values
 
     def _received(self, connection: Connection) -> dict[str, Any]:
         """The answer. Raises DataError if it has not the form of one, as of a function that writes to the socket."""
         try:
             told = json.loads(connection.recv_bytes(_MOST_ANSWER))
             value, problem, out_of_memory = told["value"], told["problem"], told["out_of_memory"]
-            if isinstance(value, float | None) and isinstance(problem, str | None) and isinstance(out_of_memory, bool):
+            if _is_answer(value) and isinstance(problem, str | None) and isinstance(out_of_memory, bool):
                 return told
         except (EOFError, ConnectionResetError):
             raise
@@ -186,13 +229,13 @@ class FunctionReward:
         name = signal.Signals(-process.returncode).name
         return f"killed by {name}" + (", as the system does that has no memory left" if name == "SIGKILL" else "")
 
-    def _answers(self, connection: Connection) -> bool:
+    def _answers(self, connection: Connection, limit_s: float) -> bool:
         """Whether there is an answer in time.
 
         Raises InterruptedReward if the run is asked to stop meanwhile, EOFError if the process ends. A copy of it may
         hold the other end of the connection.
         """
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + limit_s
         while True:
             left = max(until - time.monotonic(), 0.0)
             has_ended = self._has_ended()
@@ -216,8 +259,9 @@ class FunctionReward:
                 self.close()
                 raise InterruptedReward
 
-    def _told(self, texts: Texts) -> str:
-        return f"the reward {self.name} of a completion of {texts[0][:_SHOWN]!r}"
+    def _told(self, prompt: str, count: int = 1) -> str:
+        what = "a completion" if count == 1 else f"the {count} completions"
+        return f"the reward {self.name} of {what} of {prompt[:_SHOWN]!r}"
 
     def _started(self) -> Connection:
         """The connection to the process, which is started if there is none."""
@@ -242,14 +286,22 @@ class FunctionReward:
         try:
             if not self._connection.poll(_START_S):
                 raise DataError(f"the reward {self.name}: its file took longer than {_START_S:g} s to import")
-            problem = self._received(self._connection)["problem"]
+            found = self._received(self._connection)
         except (EOFError, ConnectionResetError) as error:
             self.close()
             raise DataError(f"the reward {self.name}: its process has ended while it imported the file") from error
         except DataError:
             self.close()
             raise
-        if problem is not None:
+        if found["problem"] is not None:
             self.close()
-            raise DataError(f"the reward {self.name} cannot be used: {problem}")
+            raise DataError(f"the reward {self.name} cannot be used: {found['problem']}")
+        if (form := found["value"]) is not None:
+            self.form = TrlForm(tuple(form["names"]), tuple(form["required"]), form["takes_all"])
         return self._connection
+
+
+def _is_answer(value: object) -> bool:
+    """Whether it has the form of what is answered: a reward, those of several completions, or a function's form."""
+    values = value if isinstance(value, list) else [value]
+    return isinstance(value, dict) or all(isinstance(one, float | None) for one in values)

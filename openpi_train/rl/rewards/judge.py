@@ -4,13 +4,13 @@ Read next: `text_reward.py`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
 
 from openpi_train.rl.rewards.function_reward import InterruptedReward
-from openpi_train.rl.rewards.text_reward import Completed, TextReward
+from openpi_train.rl.rewards.text_reward import Completed, FunctionTerm, RewardFunction, TextReward
 from openpi_train.runtime import agree
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.preempt import StoppedError
@@ -56,6 +56,17 @@ class RewardComputer:
             for reward in rewards
         ]
 
+    @property
+    def reads_records(self) -> bool:
+        """Whether a completion needs its `record`."""
+        return any(term.in_groups for term in self._terms)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise DataError if a reward takes what a dataset with these columns has not."""
+        for term in self._terms:
+            if isinstance(term, FunctionTerm):
+                term.check_columns(columns)
+
     def __call__(self, completed: Sequence[Completed]) -> Rewards:
         """The rewards of these completions, equal on all processes. Every process must call it with the same ones.
 
@@ -68,7 +79,8 @@ class RewardComputer:
         try:
             for number, term in enumerate(self._terms):
                 if not term.together:
-                    mine[number] = self._checked(number, completed[index::count])
+                    share = _share(term, completed, index, count)
+                    mine[number] = self._checked(number, [completed[place] for place in share])
         except InterruptedReward:
             stopping = True
         except Exception as error:
@@ -81,7 +93,8 @@ class RewardComputer:
             raise StoppedError
         for process, part in enumerate(parts):
             for number, found in zip(mine, part["values"], strict=True):
-                values[number, process::count] = np.array(found, np.float64)  # None becomes NaN
+                share = _share(self._terms[number], completed, process, count)
+                values[number, share] = np.array(found, np.float64)  # None becomes NaN
         for number, term in enumerate(self._terms):
             if term.together:
                 values[number] = np.array(self._checked(number, completed), np.float64)
@@ -109,6 +122,14 @@ class RewardComputer:
                     f"needed is a finite number, below {_LARGEST:g}, or None for no reward"
                 )
         return values
+
+
+def _share(term: RewardFunction, completed: Sequence[Completed], process: int, count: int) -> list[int]:
+    """The places of the completions that a process computes this term of."""
+    if not term.in_groups:
+        return list(range(process, len(completed), count))
+    order = {group: number for number, group in enumerate(dict.fromkeys(one.group for one in completed))}
+    return [place for place, one in enumerate(completed) if order[one.group] % count == process]
 
 
 def label_of(name: str) -> str:

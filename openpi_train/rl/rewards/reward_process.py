@@ -7,7 +7,9 @@ when the run or the function's process ends. Questions and answers are JSON, so 
 is run in the run. This bounds mistakes; it is no sandbox. Must not import jax. Read next: `process_group.py`.
 """
 
+import asyncio
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
@@ -20,12 +22,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from openpi_train.rl.rewards.process_group import adopt_orphans, end_descendants, end_group, end_with_parent
+from openpi_train.rl.rewards.reward_form import TrlForm, form_of
 from openpi_train.runtime.exits import RunError
 from openpi_train.runtime.own_file import import_file
 
@@ -138,41 +141,55 @@ def _serve(connection: Connection, name: str) -> None:
         while found is not None:
             told = json.loads(connection.recv_bytes())
             _allow_time(told["timeout_s"])
-            _say(connection, **_answer(found, told["texts"]))
+            _say(connection, **_answer(found, told.get("texts"), told.get("arguments")))
 
 
 def _found(connection: Connection, name: str) -> Callable[..., Any] | None:
     """The function, after its import; None, with the reason told, if there is none."""
     file, _, function = PACKAGED.get(name, name).rpartition(":")
     found: Any = None
+    form: TrlForm | None = None
     try:
         module = (
             importlib.import_module(file) if name in PACKAGED else import_file(Path(file), "the file of the reward")
         )
         found = getattr(module, function, None)
-        problem = _no_function(file, function, found)
+        form, problem = _form(file, function, found)
     except Exception as error:
         missing = name in PACKAGED and isinstance(error, ImportError)
         told = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
         problem = told + (f". {INSTALL}" if missing else "")
-    _say(connection, problem=problem)
+    _say(connection, problem=problem, value=None if form is None else dataclasses.asdict(form))
     return found if problem is None else None
 
 
-def _answer(function: Callable[..., Any], texts: Iterable[str]) -> dict[str, Any]:
+def _answer(
+    function: Callable[..., Any], texts: Sequence[str] | None, arguments: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The reward of a completion, of its texts, or with `arguments` those of several (`reward_form.py`)."""
     try:
-        value = function(*texts)
-        if isinstance(value, str | bytes):
-            raise TypeError(f"it returned {value!r}; needed is a number, or None for no reward")
-        return {"value": None if value is None else float(value)}
+        value = function(**(arguments or {})) if texts is None else function(*texts)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        if texts is not None:
+            return {"value": _number(value)}
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise TypeError(f"it returned {value!r:.200}; needed is a list with a reward for each completion")
+        return {"value": [_number(one) for one in value]}
     except MemoryError:
         return {"out_of_memory": True}
     except Exception:
         return {"problem": traceback.format_exc(limit=-3).strip()}
 
 
+def _number(value: Any) -> float | None:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"it returned {value!r}; needed is a number, or None for no reward")
+    return None if value is None else float(value)
+
+
 def _say(
-    connection: Connection, *, value: float | None = None, problem: str | None = None, out_of_memory: bool = False
+    connection: Connection, *, value: object = None, problem: str | None = None, out_of_memory: bool = False
 ) -> None:
     if problem is not None and len(problem) > _MOST_PROBLEM:
         problem = f"{problem[: _MOST_PROBLEM // 2]}\n...\n{problem[-_MOST_PROBLEM // 2 :]}"
@@ -187,14 +204,15 @@ def _allow_time(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _no_function(file: str, function: str, found: object) -> str | None:
-    """Why what a file has under a name is no function of a reward."""
+def _form(file: str, function: str, found: object) -> tuple[TrlForm | None, str | None]:
+    """The form of what a file has under a name, and why it is no function of a reward."""
     if not isinstance(found, Callable):
-        return f"{file} has no function {function!r} of (prompt, completion, reference)"
+        return None, f"{file} has no function {function!r} of (prompt, completion, reference)"
     try:
-        inspect.signature(found).bind("", "", "")
-    except TypeError as error:
-        return f"{function} in {file} is called as {function}(prompt, completion, reference): {error}"
+        signature = inspect.signature(found)
     except ValueError:  # a built-in function that does not tell
-        return None
-    return None
+        return None, None
+    try:
+        return form_of(signature), None
+    except ValueError as error:
+        return None, f"{function} in {file}: {error}"

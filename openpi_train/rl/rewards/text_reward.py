@@ -5,7 +5,7 @@
     regex:PATTERN               1 if the whole text, without white space at its ends, has this form, else 0
     overlong:N                  0 for a completion that leaves N tokens of those allowed, and then down to -1 (DAPO)
     model:CHECKPOINT            the score of a reward model (`reward_model.py`)
-    file.py:function            a function of the user's, in a process of its own (`function_reward.py`)
+    file.py:function            a function of the user's (`reward_form.py`), in a process of its own
 
 A reward is a number, or None for none: a completion that no reward says anything of is in no baseline.
 Read next: `judge.py`.
@@ -14,14 +14,18 @@ Read next: `judge.py`.
 import abc
 import dataclasses
 import importlib.util
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from openpi_train.data.text.answer_scores import AnswerScore, known_scores
-from openpi_train.rl.rewards.function_reward import FunctionReward, file_problem
+from openpi_train.data.text.prompt_records import PromptRecord
+from openpi_train.rl.rewards.function_reward import FunctionReward, file_problem, trl_form
+from openpi_train.rl.rewards.reward_form import TrlForm
 from openpi_train.rl.rewards.reward_process import PACKAGED
+from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.preempt import stop_noticed
 
 
@@ -35,15 +39,21 @@ class Completed:
     tokens: tuple[int, ...]
     num_new_tokens: int
     most_new_tokens: int
+    # Completions of one prompt beside each other have the same.
+    group: int = 0
+    # Its prompt's record, for functions of TRL's form.
+    record: PromptRecord | None = None
 
 
 class RewardFunction(abc.ABC):
     """One reward of a completion.
 
     Processes share out the completions; those of a `together` term are given to all processes, which compute together.
+    One that is `in_groups` is given all completions of a prompt, with its record.
     """
 
     together: ClassVar[bool] = False
+    in_groups: bool = False
 
     @abc.abstractmethod
     def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
@@ -91,7 +101,7 @@ class TextReward:
     """One term of the reward."""
 
     # exact_match, number_match, math_verify, regex:PATTERN, overlong:TOKENS, model:CHECKPOINT of a reward model, or a
-    # function file.py:function(prompt, completion, reference) that returns a number or None.
+    # function file.py:function(prompt, completion, reference) that returns a number or None, or one written for TRL.
     name: str
     # The term is multiplied by this.
     weight: float = 1.0
@@ -100,6 +110,11 @@ class TextReward:
     def compares(self) -> bool:
         """Whether it says nothing without a reference."""
         return self.name in known_scores() or self.name in PACKAGED
+
+    @property
+    def trl_form(self) -> TrlForm | None:
+        """The form of a function of the user's if it is TRL's, as far as can be seen without running its file."""
+        return trl_form(self.name) if self.name.partition(":")[0].endswith(".py") else None
 
     def check(self, number: int) -> list[str]:
         """Why it is no reward, as sentences."""
@@ -156,9 +171,31 @@ class FunctionTerm(RewardFunction):
     def __init__(self, function: FunctionReward):
         self._function = function
         function.start()  # before anything is compiled: the file may be of no use
+        self.in_groups = function.form is not None
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise DataError if the function takes what a dataset with these columns has not."""
+        form = self._function.form
+        if form is not None and (problem := form.problem(columns)):
+            raise DataError(f"the reward {self._function.name}: {problem}")
 
     def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
+        if self.in_groups:
+            groups = itertools.groupby(completed, key=lambda one: one.group)
+            return [value for _, group in groups for value in self._of_group(list(group))]
         return self._function([(one.prompt, one.text, one.reference) for one in completed])
+
+    def _of_group(self, group: Sequence[Completed]) -> list[float | None]:
+        record = group[0].record
+        assert record is not None, "TextActor reads them"
+        is_talk = not isinstance(record.prompt, str)
+        arguments: dict[str, list[Any]] = {name: [value] * len(group) for name, value in record.columns.items()}
+        arguments |= {
+            "prompts": [record.prompt] * len(group),
+            "completions": [[{"role": "assistant", "content": one.text}] if is_talk else one.text for one in group],
+            "completion_ids": [list(one.tokens[len(one.tokens) - one.num_new_tokens :]) for one in group],
+        }
+        return self._function.of_group(group[0].prompt, arguments)
 
     def close(self) -> None:
         self._function.close()

@@ -282,7 +282,7 @@ def test_tokens_of_the_experiments_tokenizer_are_told_in_messages_and_may_stand_
             {"instruction": "Add", "input": "1 1", "output": "2"},
             "--columns prompt=instruction completion=output. This leaves out input",
         ),
-        ({"conversations": [{"from": "human", "value": "Hi"}]}, "--columns messages=conversations. Its messages need"),
+        ({"dialogue": [{"speaker": "human", "text": "Hi"}]}, "--columns messages=dialogue. Its messages need"),
         ({"question": "1+1?", "chosen": "2", "rejected": [3]}, "Repair or remove"),
         ({"content": "A text."}, "--columns text=content"),
         ({"a": "x", "b": "y"}, "the first such record has a, b"),

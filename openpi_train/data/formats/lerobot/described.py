@@ -42,7 +42,7 @@ def described(folder: str | Path, slots: Sequence[str] | None = None, *, relativ
             "%s of %s: depth by the name, left out; if it has colours, give --data.datasets.N.robot.cameras.SLOT",
             *(", ".join(map(column_name, depth)), root),
         )
-    cameras = _own_slots(pictures) if slots is None else _placed(pictures, slots)
+    cameras = camera_slots(pictures, slots)
     return DatasetArm(
         cameras={slot: column_name(name) for slot, name in cameras.items()},
         state_columns=(column_name(state),),
@@ -53,6 +53,11 @@ def described(folder: str | Path, slots: Sequence[str] | None = None, *, relativ
         relative=relative,
         grippers=GRIPPERS,
     )
+
+
+def camera_names(folder: str | Path) -> tuple[str, ...]:
+    """The image features of the dataset in this folder, as robots name them. Raises as `described`."""
+    return tuple(map(column_name, read_layout(Path(folder).expanduser()).cameras))
 
 
 def _vector(columns: Mapping[str, tuple[str, tuple[int, ...]]], names: Sequence[str], root: Path) -> str:
@@ -72,6 +77,11 @@ def _names(feature: JsonObject, what: str) -> tuple[str, ...]:
     names, size = flat_names(feature.get("names")), math.prod(feature["shape"])
     is_named = len(names) == size == len(set(names))
     return names if is_named else tuple(f"{what}_{number}" for number in range(size))
+
+
+def camera_slots(cameras: Sequence[str], slots: Sequence[str] | None) -> dict[str, str]:
+    """The camera of each slot: of these slots as far as they go; None: a slot for each camera."""
+    return _own_slots(cameras) if slots is None else _placed(cameras, slots)
 
 
 def _own_slots(cameras: Collection[str]) -> dict[str, str]:
