@@ -21,7 +21,7 @@ import tyro
 from openpi_train.runtime.exits import DONE, USAGE
 
 _PAGE = {
-    "The run": "exp-name dataset data.mixture data.robot model.path num-train-steps num-epochs seed dry-run",
+    "The run": "exp-name dataset data.mixture data.robot model.path reward num-train-steps num-epochs seed dry-run",
     "Learning": "batch-size optimizer lr-schedule.peak-lr lr-schedule.warmup-ratio ema-decay freeze",
     "Start weights, checkpoints": "weight-loader.params-path resume resume-from overwrite save-interval keep-last",
     "Devices and memory": "sharding.strategy grad-accum model.remat num-workers",

@@ -193,13 +193,13 @@ def test_the_command_line_may_number_more_rewards_than_the_experiment_has():
         cli.parse_experiment("arithmetic_grpo", words)  # there is no 1
 
 
-def test_texts_in_place_of_demonstrations_are_told_with_the_flag_that_takes_them(tmp_path):
+def test_texts_in_place_of_demonstrations_are_told_with_the_experiments_that_take_them(tmp_path):
     (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "notes").mkdir()
     for path in (tmp_path, tmp_path / "chat.jsonl"):
-        with pytest.raises(UsageError, match=f"{path} holds texts: .* --data.mixture {path}"):
+        with pytest.raises(UsageError, match=f"{path} holds texts, .* lm_sft, .* --dataset {path}"):
             source_of(str(path))
     for path in (tmp_path / "notes", tmp_path / "nowhere"):
-        texts = r"language model's experiment takes texts, with --data.mixture in place .*\.jsonl, .*\.parquet"
+        texts = r"language model's experiment, such as lm_sft, takes texts: .*\.jsonl, .*\.parquet"
         with pytest.raises(DataError, match=f"RLDS dataset.*{texts}.* or hub:USER/NAME"):
             source_of(str(path))

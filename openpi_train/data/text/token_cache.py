@@ -44,6 +44,14 @@ logger = logging.getLogger(__name__)
 
 # Increase it when the content of the arrays changes: all datasets are then encoded again.
 FORMAT = 4
+# An experiment that trains on each kind.
+_TRAINS = {
+    "language modelling": "lm_sft",
+    "prompt/completion": "lm_sft",
+    "preference": "lm_dpo",
+    "unpaired preference": "gsm8k_kto_smollm2_135m --data.kind unpaired",
+    "prompt only": "lm_grpo",
+}
 # What rows depend on.
 _CONTENT = ("tokens", "targets", "text_ends", "digests", "labels", "margins", "references")
 
@@ -199,8 +207,8 @@ def require_kind(name: str, kind: str, kinds: Sequence[str]) -> None:
     """Raise ValueError if a dataset of this kind is not one of `kinds`, which the run can use; without them all are."""
     if kinds and kind not in kinds:
         raise ValueError(
-            f"{name} is a dataset of {kind}; this run takes {' or '.join(kinds)}: set --data.kind, or name other "
-            "columns (--data.datasets.N.columns)"
+            f"{name} is a dataset of {kind}; this run takes {' or '.join(kinds)}: train {_TRAINS[kind]} on it, set "
+            "--data.kind, or name other columns (--data.datasets.N.columns)"
         )
 
 

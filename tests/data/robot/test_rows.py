@@ -217,7 +217,7 @@ def test_datasets_of_different_robots_cannot_share_norm_stats(open_small):
 
 
 def test_a_run_without_datasets_is_refused(open_small):
-    with pytest.raises(ValueError, match=r"no dataset: give --data.datasets"):
+    with pytest.raises(ValueError, match=r"no dataset to train on: give --dataset"):
         open_small(DataConfig(datasets=()))
 
 

@@ -53,7 +53,7 @@ def test_files_that_are_not_there_are_refused(data, fields, message):
 )
 def test_records_of_another_type_than_the_run_takes_are_refused_with_the_words_of_a_start(data, kind, takes, tmp_path):
     other = dataclasses.replace(data, kind=kind)
-    words = f"a dataset of language modelling; this run takes {takes}: set --data.kind"
+    words = f"a dataset of language modelling; this run takes {takes}: train lm_sft on it, set --data.kind"
     with pytest.raises(DataError, match=words):
         other.examine(MODEL)
     with pytest.raises(ValueError, match=words):

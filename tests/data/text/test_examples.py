@@ -34,6 +34,35 @@ def test_types_are_recognised_by_their_columns(record, kind, conversational):
     assert example_of(record).type == ExampleType(kind, conversational)
 
 
+HUMAN, GPT = {"from": "human", "value": "What is two plus two?"}, {"from": "gpt", "value": "It is four."}
+
+
+@pytest.mark.parametrize(
+    ("record", "same"),
+    [
+        ({"conversations": [HUMAN, GPT]}, {"messages": [*USER, *ANSWER]}),
+        ({"messages": [HUMAN, GPT]}, {"messages": [*USER, *ANSWER]}),
+        ({"conversations": [*USER, *ANSWER]}, {"messages": [*USER, *ANSWER]}),
+        (
+            {"conversations": [HUMAN, GPT], "system": "Be short."},
+            {"messages": [{"role": "system", "content": "Be short."}, *USER, *ANSWER]},
+        ),
+        (
+            {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "It is five."}},
+            {"prompt": USER, "chosen": ANSWER, "rejected": OTHER},
+        ),
+        ({"text": "a", "system": "b"}, {"text": "a"}),
+    ],
+)
+def test_what_sharegpts_files_hold_is_read_as_trls(record, same):
+    assert example_of(record) == example_of(same)
+
+
+def test_an_unknown_speaker_is_told():
+    with pytest.raises(ValueError, match="message 1 of conversations is from 'narrator'; known are human, user, gpt"):
+        example_of({"conversations": [HUMAN, {"from": "narrator", "value": "a"}]})
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [

@@ -22,7 +22,8 @@ from openpi_train.data.core.workers import LocalBatches
 from openpi_train.data.text.examples import example_of
 from openpi_train.data.text.opened_texts import lengths_of_batches
 from openpi_train.data.text.text_data import TextData, TextDataset
-from openpi_train.data.text.text_encoder import TextEncoder
+from openpi_train.data.text.text_encoder import TextEncoder, templates_of
+from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, load_text_tokenizer
 from openpi_train.experiment import Experiment
 from openpi_train.models.language import LanguageConfig
 from openpi_train.nn.decoder_sizes import DecoderSizes
@@ -69,9 +70,8 @@ def made(tmp_path):
                 TextDataset(path=str(path), weight=weight, **(about or {}))
                 for path, weight in zip(paths, weights or [1.0] * len(paths), strict=True)
             ),
-            tokenizer=tokenizer,
             cache_dir=str(tmp_path / "index"),
-            **({"max_length": 64} | given),
+            **({"tokenizer": tokenizer, "max_length": 64} | given),
         )
         return config, config.open(OpeningRequest(model=model, seed=seed, batch_size=batch_size))
 
@@ -461,6 +461,37 @@ def test_checkpoints_get_the_tokenizer_and_its_template(made, tmp_path):
     assert data.token_files["tokenizer/chat_template.jinja"].decode() == chats.HEADED
     text = chats.tiny().decode(rows_of(data.train)["tokens"][0])
     assert "Today: 26 Jul 2024" in text
+
+
+def test_conversations_have_the_built_in_template_where_the_tokenizer_has_none(made, tmp_path, caplog):
+    bare = chats.write(tmp_path / "bare", template=None, eos_token="</s>")
+    with caplog.at_level("INFO"):
+        _, data = made([{"messages": chats.ONE}] * 3, tokenizer=str(bare))
+    assert caplog.text.count("has no chat template, so the built-in one is used") == 1
+    own = load_text_tokenizer(str(bare))
+    question, answer = (message["content"] for message in chats.ONE)
+    written = f"<|user|>\n{question}</s>\n<|assistant|>\n{answer}</s>\n"
+    tokens = rows_of(data.train)["tokens"][0]
+    assert own.decode([*own.begin, *tokens[tokens > 0]]).endswith(written) and own.eos in tokens
+    # Who opens the checkpoint writes conversations in the same way.
+    saved = {name.partition("/")[2]: content for name, content in data.token_files.items()}
+    template = templates_of(TextTokenizer(saved, "saved"), None, "2024-07-26")["default"]
+    assert template.render(chats.ONE).endswith(written)
+    assert template.render(chats.ONE[:1], add_generation_prompt=True).endswith("</s>\n<|assistant|>\n")
+    with pytest.raises(DataError, match="it writes texts alone: give one for tool calls"):
+        calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+        made([{"messages": [chats.ONE[0], calls]}] * 3, tokenizer=str(bare))
+    # The answer and the token that ends it are the targets, and not the question.
+    _, data = made([{"messages": chats.ONE}] * 3, tokenizer=str(bare), targets="assistant")
+    row = rows_of(data.train)
+    assert own.decode(row["tokens"][0][row["weights"][0] > 0]) == f"{answer}</s>"
+
+
+def test_plain_texts_get_no_built_in_template(made, tmp_path, caplog):
+    bare = chats.write(tmp_path / "bare", template=None, eos_token="</s>")
+    with caplog.at_level("INFO"):
+        _, data = made(SUMS, tokenizer=str(bare))
+    assert "built-in" not in caplog.text and not any("template" in name for name in data.token_files)
 
 
 @pytest.mark.parametrize(

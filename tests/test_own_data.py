@@ -1,0 +1,164 @@
+"""The experiments for one's own data: what `--dataset` alone makes of each, and what is refused."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from text_models import write_model
+
+from openpi_train import registry
+from openpi_train.choice import require_robots
+from openpi_train.cli import list_experiments
+from openpi_train.data.text.text_data import TextDataset
+from openpi_train.experiment_flags import parse_experiment
+from openpi_train.robots.dataset_arm import GRIPPERS, DatasetArm
+from openpi_train.runtime.exits import DataError, UsageError
+
+FIXTURES = Path(__file__).parent / "data" / "formats"
+LEROBOT = FIXTURES / "lerobot" / "fixtures" / "v30_image"
+ZARR = FIXTURES / "zarr" / "fixtures"
+POLICIES = ("act", "diffusion", "pi0", "pi05", "smolvla")
+LANGUAGE = ("lm_sft", "lm_dpo", "lm_grpo")
+JOINTS = (*(f"joint_{number}" for number in range(6)), "gripper")
+FRONT, WRIST = "observation/images/front", "observation/images/wrist"
+
+
+def parsed(name, *words):
+    return parse_experiment(name, ["--exp-name", "x", *map(str, words)])
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_they_are_listed_first_under_their_title(capsys):
+    list_experiments([])
+    title, *lines = capsys.readouterr().out.strip().splitlines()[:9]
+    assert title == "Your own data"
+    assert tuple(line.split()[0] for line in lines) == (*POLICIES, *LANGUAGE)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_lerobot_dataset_says_which_robot_it_is(name):
+    found = parsed(name, "--dataset", LEROBOT)
+    found.check(8)
+    (dataset,) = found.demonstrations.datasets
+    own = {"front": FRONT, "wrist": WRIST}
+    assert dataset.robot == DatasetArm(
+        cameras=own if name in ("act", "diffusion") else {"base_0_rgb": FRONT, "left_wrist_0_rgb": WRIST},
+        state_columns=("observation/state",),
+        action_columns=("action",),
+        state_dims=JOINTS,
+        action_dims=JOINTS,
+        rate_hz=10.0,
+        grippers=GRIPPERS,
+    )
+    assert (dataset.asset_id, dataset.norm_stats) == (None, None)  # of the dataset itself
+    found.demonstrations.check_dims(found.policy)
+    if name in ("act", "diffusion"):
+        assert (found.model.action_dim, found.model.state_dim, found.model.cameras) == (7, 7, ("front", "wrist"))
+    require_robots(found)
+
+
+def test_each_way_to_name_a_dataset_does_the_same():
+    found = parsed("act", "--dataset", LEROBOT)
+    assert parsed("act", "--data.mixture", LEROBOT) == parsed("act", "--data.repo-id", LEROBOT) == found
+    relative = parsed("act", "--dataset", LEROBOT, "--data.robot", "relative").demonstrations.datasets[0].robot
+    assert relative == dataclasses.replace(found.demonstrations.datasets[0].robot, relative=True)
+    two = parsed("pi0", "--data.mixture", f"{LEROBOT}:2", LEROBOT.with_name("v21_image"))
+    assert [(one.weight, type(one.robot)) for one in two.demonstrations.datasets] == [(2, DatasetArm), (1, DatasetArm)]
+
+
+@pytest.mark.parametrize(
+    ("store", "state", "action", "cameras"),
+    [("arms_14.zarr", 14, 14, ("head_camera",)), ("push_t.zarr", 5, 2, ("img",))],
+)
+def test_a_zarr_store_says_dims_and_cameras(store, state, action, cameras, caplog):
+    found = parsed("diffusion", "--dataset", ZARR / store)
+    robot = found.demonstrations.datasets[0].robot
+    assert isinstance(robot, DatasetArm)
+    assert robot.state_dims == tuple(f"state_{number}" for number in range(state))
+    assert robot.action_dims == tuple(f"action_{number}" for number in range(action))
+    assert dict(robot.cameras) == {name: name for name in cameras} and robot.control_hz == 10
+    assert (found.model.action_dim, found.model.state_dim, found.model.cameras) == (action, state, cameras)
+    data = found.demonstrations.datasets[0].source.open()
+    steps = robot.read(data.columns, data.episode_ends)
+    assert (steps.state.shape[1], steps.actions.shape[1]) == (state, action) and {*cameras} <= {*data.cameras}
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *LANGUAGE])
+def test_without_a_dataset_they_say_how_to_give_one(name):
+    with pytest.raises(UsageError, match="there is no dataset to train on: give --dataset"):
+        parsed(name).check(8)
+
+
+def test_what_does_not_describe_its_robot_is_refused(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    pq.write_table(pa.table({"action": [[1.0]], "episode_index": [0]}), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"act is for LeRobot datasets and zarr stores.* is Parquet: convert it"):
+        parsed("act", "--dataset", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral"), [("act_aloha_sim", "act"), ("pi05_libero", "pi05"), ("robot_dp_14", "diffusion")]
+)
+def test_another_robot_is_told_the_command_that_takes_the_datasets(name, neutral):
+    found = parsed(name, "--dataset", LEROBOT)
+    with pytest.raises(DataError, match="if this is another robot, take the one that the dataset describes") as caught:
+        require_robots(found)
+    told = str(caught.value)
+    # Both commands, as they stand there.
+    first, second = (part.partition(", or")[0].split("python -m openpi_train ")[1] for part in told.split(": ")[-2:])
+    for command, expected in ((first, name), (second, neutral)):
+        word, *rest = shlex.split(command)
+        assert word == expected
+        trained = parse_experiment(word, rest)
+        require_robots(trained)
+        assert trained.demonstrations.datasets[0].robot.action_dims == JOINTS
+
+
+def test_a_language_model_takes_chats_pairs_and_prompts(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chat, pairs = write(tmp_path / "chat.jsonl", {"messages": talk}), tmp_path / "pairs.jsonl"
+    write(pairs, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    for name, path, kind in (("lm_sft", chat, "texts"), ("lm_dpo", pairs, "preferences")):
+        found = parsed(name, "--dataset", path)
+        assert found.data.datasets == (TextDataset(path=str(path)),) and found.data.kind == kind
+        found.check(1)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"), [({"prompt": "a", "answer": "b"}, "prompts"), ({"prompt": "a", "completion": "b"}, "texts")]
+)
+def test_prompts_may_have_completions_that_rewards_compare_with(tmp_path, record, kind):
+    path = write(tmp_path / "prompts.jsonl", record)
+    found = parsed("lm_grpo", "--dataset", path, "--reward", "regex:.*[0-9]", "overlong:8")
+    assert found.data.kind == kind and [one.name for one in found.rl.rewards] == ["regex:.*[0-9]", "overlong:8"]
+    found.check(1)
+
+
+def test_another_model_and_other_texts_go_together(tmp_path):
+    path = write(tmp_path / "chat.jsonl", {"text": "a"})
+    model = write_model(tmp_path / "model")
+    found = parsed("lm_sft", "--dataset", path, "--model.path", model)
+    assert found.data.tokenizer == found.weight_loader.params_path == str(model)
+    own = registry.load("lm_sft")
+    assert own.data.tokenizer == own.weight_loader.params_path == "hub:HuggingFaceTB/SmolLM2-135M"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("lm_sft", "--reward", "exact_match"), "--reward is for language models that learn from rewards"),
+        (("lm_grpo", "--reward", "exact_mach"), "'exact_mach' is no reward"),
+        (("lm_grpo",), "completions have no reward: give --reward"),
+    ],
+)
+def test_rewards_that_cannot_be_are_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        parsed(*words).check(1)
