@@ -115,9 +115,11 @@ def python_blocks(file: Path) -> dict[str, str]:
 def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     """The `my_runs.py` that docs/extending.md prints, imported as the registry imports a user's file."""
     file = tmp_path_factory.mktemp("user") / "my_runs.py"
-    written = python_blocks(ROOT / "docs" / "extending.md") | python_blocks(ROOT / "docs" / "your_own_robot.md")
+    pages = ("extending.md", "your_own_robot.md", "reinforcement_learning.md")
+    written = {name: text for page in pages for name, text in python_blocks(ROOT / "docs" / page).items()}
     for name, text in written.items():
         file.with_name(name).write_text(text)
+    file.with_name("prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}\n')
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
     for name in ("my_arm", "demos"):
         file.with_name(name).symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")

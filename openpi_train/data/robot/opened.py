@@ -175,7 +175,7 @@ def open_data(
     Raises FileNotFoundError or ValueError, saying what to do, if data, norm stats or the mixture cannot be used.
     """
     if not config.datasets:
-        raise ValueError("the run has no dataset: give --data.datasets")
+        raise ValueError("there is no dataset to train on: give --dataset FOLDER")
     form = config.normalization or normalization
     train = open_windows(config, shape) if windows is None else list(windows)
     stats = {asset.name: asset.stats() for asset in assets(config, train, assets_dir)}

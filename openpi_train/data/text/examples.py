@@ -114,7 +114,7 @@ def example_of(record: JsonObject) -> Example:
     )
 
 
-def _of_sharegpt(given: dict[str, Any]) -> dict[str, Any]:
+def _of_sharegpt(given: JsonObject) -> JsonObject:
     """The record with the columns of TRL's types, if it has those of ShareGPT."""
     if "conversations" not in given or "messages" in given:
         return given
@@ -188,7 +188,7 @@ def _texts(given: JsonObject, *names: str) -> list[Any]:
     return found
 
 
-def _conversation(name: str, value: Any) -> Conversation:
+def _conversation(name: str, value: object) -> Conversation:
     if isinstance(value, Mapping) and ({"from", "value"} <= value.keys() or {"role", "content"} <= value.keys()):
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, bytes):
@@ -211,7 +211,7 @@ def _conversation(name: str, value: Any) -> Conversation:
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
 
 
-def _message(message: Any, place: str) -> Any:
+def _message(message: object, place: str) -> Any:
     """A message with `role` and `content`, if it has ShareGPT's `from` and `value`."""
     if not isinstance(message, Mapping) or "role" in message or not {"from", "value"} <= message.keys():
         return message

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from openpi_train.json_object import JsonObject
 from openpi_train.rl.rewards.process_group import end_group
 from openpi_train.rl.rewards.reward_form import GIVEN, NEEDED, TrlForm, form_of, signature_in
 from openpi_train.rl.rewards.reward_process import BOOT, clean_environment
@@ -136,7 +137,7 @@ class FunctionReward:
         """
         return [self._asked({"texts": one}, self._told(one[0]), 1)[0] for one in texts]
 
-    def of_group(self, prompt: str, arguments: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    def of_group(self, prompt: str, arguments: Mapping[str, Sequence[object]]) -> list[float | None]:
         """The rewards of the completions of a prompt, by a function of TRL's form. It may take as long as for as many
         single ones; if it takes longer, all have no reward. Raises as `__call__`.
         """
@@ -159,7 +160,7 @@ class FunctionReward:
             self._process.wait()
         self._process = self._connection = None
 
-    def _asked(self, question: dict[str, Any], told: str, count: int) -> list[float | None]:
+    def _asked(self, question: JsonObject, told: str, count: int) -> list[float | None]:
         """The answer, for so many completions, to a question that `told` describes."""
         if self._process is not None and self._has_ended():
             self.close()  # it was killed between two calls, of which this completion knows nothing

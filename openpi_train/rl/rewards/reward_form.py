@@ -12,8 +12,10 @@ gets only what it names, all columns with `**kwargs`. Must not import jax. Read 
 import ast
 import dataclasses
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
+
+from openpi_train.json_object import JsonObject
 
 # What is given beside columns of the dataset.
 GIVEN = ("prompts", "completions", "completion_ids")
@@ -47,7 +49,7 @@ class TrlForm:
             return f"it takes {', '.join(lacking)}, and the dataset has no such column: it has {there}"
         return None
 
-    def arguments(self, given: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, given: JsonObject, columns: JsonObject) -> dict[str, Any]:
         """What it is called with: of `given` (named as `GIVEN`) and of columns what it takes."""
         others = {name: value for name, value in columns.items() if name not in (*GIVEN, *_NOT_GIVEN)}
         return {name: value for name, value in {**others, **given}.items() if self.takes_all or name in self.names}

@@ -25,8 +25,9 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsFloat
 
+from openpi_train.json_object import JsonObject
 from openpi_train.rl.rewards.process_group import adopt_orphans, end_descendants, end_group, end_with_parent
 from openpi_train.rl.rewards.reward_form import TrlForm, form_of
 from openpi_train.runtime.exits import RunError
@@ -163,9 +164,7 @@ def _found(connection: Connection, name: str) -> Callable[..., Any] | None:
     return found if problem is None else None
 
 
-def _answer(
-    function: Callable[..., Any], texts: Sequence[str] | None, arguments: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _answer(function: Callable[..., Any], texts: Sequence[str] | None, arguments: JsonObject | None) -> dict[str, Any]:
     """The reward of a completion, of its texts, or with `arguments` those of several (`reward_form.py`)."""
     try:
         value = function(**(arguments or {})) if texts is None else function(*texts)
@@ -182,10 +181,12 @@ def _answer(
         return {"problem": traceback.format_exc(limit=-3).strip()}
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, str | bytes):
-        raise TypeError(f"it returned {value!r}; needed is a number, or None for no reward")
-    return None if value is None else float(value)
+def _number(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"it returned {value!r:.200}; needed is a number, or None for no reward")
+    return float(value)
 
 
 def _say(
