@@ -160,9 +160,9 @@ def test_other_models_keep_their_slots():
 
 
 def test_other_formats_rl_and_what_is_not_there_are_refused(tmp_path):
-    with pytest.raises(
-        UsageError, match=r"for LeRobot datasets, and .* is Zarr: .*`data convert PATH NEW --to lerobot`"
-    ):
+    with pytest.raises(UsageError, match=r"for LeRobot datasets and zarr stores.* is Rlds: .* NEW --to lerobot`"):
+        on_features(pi0_bridge_traj_tiny, relative=False)
+    with pytest.raises(DataError, match="holds no zarr store"):
         on_features(pusht_dp, relative=False)
     with pytest.raises(UsageError, match="learns from rollouts with a robot of its environment"):
         on_features(on_dataset(metaworld_rloo, LeRobot(path=str(FOLDER))), relative=False)
