@@ -63,7 +63,7 @@ class ActionError(Measure):
             return None
         return (
             f"open-loop action error (mean squared, normalised): {first[name]:.4f} before, {last[name]:.4f} after, "
-            f"{last[BASELINE]:.4f} by the mean action; {against_mean_action(last[name], last[BASELINE]).text}"
+            f"{last[BASELINE]:.4f} by the mean action; {against_mean_action(last[name], last[BASELINE]).words}"
         )
 
     def _baseline(self) -> float:

@@ -17,12 +17,17 @@ class Comparison:
     text: str
     has_learned: bool | None
 
+    @property
+    def words(self) -> str:
+        """The sentence's end with the verdict, where it is a bad one."""
+        return f"{self.text}: it has not learned" if self.has_learned is False else self.text
+
 
 def against_mean_action(error: float, baseline: float) -> Comparison:
     """Compare a policy's error with that of the mean action of the training data, in the same unit, both at least 0."""
     mean = "the mean action of the training data"
     if not math.isfinite(error):
-        return Comparison(f"not a number, so not to be compared with {mean}: it has not learned", False)
+        return Comparison(f"not a number, so not to be compared with {mean}", False)
     if not (math.isfinite(baseline) and baseline > 0):
         return Comparison(f"not to be compared with {mean}, which is right everywhere in these episodes", None)
     if error == 0:
@@ -31,8 +36,8 @@ def against_mean_action(error: float, baseline: float) -> Comparison:
     if factor >= _NOTABLE:
         return Comparison(f"better than {mean} by a factor {_digits(factor)}", True)
     if factor > 1 / _NOTABLE:
-        return Comparison(f"no better than {mean}: it has not learned", False)
-    return Comparison(f"worse than {mean} by a factor {_digits(1 / factor)}: it has not learned", False)
+        return Comparison(f"no better than {mean}", False)
+    return Comparison(f"worse than {mean} by a factor {_digits(1 / factor)}", False)
 
 
 def _digits(factor: float) -> str:

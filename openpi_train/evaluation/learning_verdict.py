@@ -7,7 +7,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from openpi_train.evaluation.action_error import BASELINE
+from openpi_train.evaluation.baseline import against_mean_action
 from openpi_train.json_object import JsonObject
+
+# Of older runs: the error of the mean of the evaluated actions themselves.
+FORMER_BASELINE = "val/action_mse_mean_baseline"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +71,19 @@ def _of_held_out_loss(lines: Sequence[JsonObject]) -> tuple[bool, str] | None:
 
 
 def _of_actions(lines: Sequence[JsonObject]) -> tuple[bool, str] | None:
-    measured = [line for line in lines if "val/action_mse" in line and "val/action_mse_mean_baseline" in line]
-    if not measured:
-        return None
-    error, constant = _averaged(measured[-1], "val/action_mse"), float(measured[-1]["val/action_mse_mean_baseline"])
-    is_good = error < constant
-    than = "below" if is_good else "not below"
-    return is_good, f"the action error, {error:.4g}, is {than} that of the mean action, {constant:.4g}"
+    """The newest action error beside that of the mean action: of the training data, or, of older runs, of the evaluated
+    actions."""
+    for name in (BASELINE, FORMER_BASELINE):
+        if measured := [line for line in lines if "val/action_mse" in line and name in line]:
+            error, constant = _averaged(measured[-1], "val/action_mse"), float(measured[-1][name])
+            if name == FORMER_BASELINE:
+                than = "below" if error < constant else "not below"
+                mean = f"that of the mean of the evaluated actions, {constant:.4g}"
+                return error < constant, f"the action error, {error:.4g}, is {than} {mean}"
+            found = against_mean_action(error, constant)
+            words = f"the action error on held-out data, {error:.4g}, is {found.text} ({constant:.4g})"
+            return None if found.has_learned is None else (found.has_learned, words)
+    return None
 
 
 def _averaged(line: JsonObject, name: str) -> float:

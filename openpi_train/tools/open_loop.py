@@ -116,7 +116,7 @@ def summary(names: Sequence[str], errors: Sequence[JsonObject], deviation: np.nd
         return found
     whole = [float(np.sqrt((part[moves] / deviation[moves] ** 2).mean())) for part in (squared, constant)]
     overall = {"rms": whole[0], "rms_of_mean_action": whole[1]}
-    return {**found, "overall": overall, "verdict": against_mean_action(*whole).text}
+    return {**found, "overall": overall, "verdict": against_mean_action(*whole).words}
 
 
 def table(found: Mapping[str, Any]) -> str:

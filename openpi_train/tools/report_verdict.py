@@ -1,24 +1,22 @@
 """What became of a run, in sentences on top of its report: whether it ended, and whether it has learned.
 
-Read next: `report.py`; `evaluation/baseline.py` for the comparison with the mean action.
+Read next: `report.py`; `evaluation/learning_verdict.py`, by which the end of the run goes, too.
 """
 
 import math
 import shlex
 
-from openpi_train.evaluation.action_error import BASELINE
-from openpi_train.evaluation.baseline import against_mean_action
+from openpi_train.evaluation.learning_verdict import learning_verdict
 from openpi_train.tools.list_runs import state_of
 from openpi_train.tools.page import Verdict
 from openpi_train.tools.run_files import RunFiles
 
-_NOTABLE_FALL = 0.01  # of a loss, as a share of the first
 _LAST_ERROR = " E process "  # in a line of a log
 
 
 def verdicts(run: RunFiles) -> list[Verdict]:
     """A sentence on the run's state, and one on each thing that says whether it has learned."""
-    return [_state(run), *_not_finite(run), *_action_error(run), *_success(run), *_loss(run)]
+    return [_state(run), *_not_finite(run), *_learning(run), *_success(run)]
 
 
 def _state(run: RunFiles) -> Verdict:
@@ -61,24 +59,11 @@ def _is_not_finite(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value))
 
 
-def _action_error(run: RunFiles) -> list[Verdict]:
-    names = ("val/action_mse_ema", "val/action_mse")
-    error = next((value for name in names if (value := run.newest(name)) is not None), None)
-    if error is None:
-        return []
-    baseline, former = run.last(BASELINE), run.last("val/action_mse_mean_baseline")
-    if baseline is not None:
-        found = against_mean_action(error, baseline)
-        words = f"Learned: {found.text}" if found.has_learned else found.text[0].upper() + found.text[1:]
-        numbers = f"action error on held-out data {error:.4g}, of the mean action {baseline:.4g}"
-        return [Verdict(f"{words} ({numbers}).", found.has_learned)]
-    if former is None:
-        return []
-    words = "below" if error < former else "not below"
-    numbers = (
-        f"Action error on held-out data {error:.4g}, {words} that of the mean of the evaluated actions, {former:.4g}."
+def _learning(run: RunFiles) -> list[Verdict]:
+    found = learning_verdict(run.metrics)
+    return (
+        [] if found.has_learned is None else [Verdict(f"{found.words[0].upper()}{found.words[1:]}.", found.has_learned)]
     )
-    return [Verdict(numbers, error < former)]
 
 
 def _success(run: RunFiles) -> list[Verdict]:
@@ -92,13 +77,3 @@ def _success(run: RunFiles) -> list[Verdict]:
             is_good = True if change > 0 else False if change < 0 or not values[-1] else None
             found.append(Verdict(f"Success in {values[-1]:.0%} of the {what}, {values[0]:.0%} at first.", is_good))
     return found
-
-
-def _loss(run: RunFiles) -> list[Verdict]:
-    for name, what in (("val/loss_ema", "Held-out loss"), ("val/loss", "Held-out loss"), ("loss", "Training loss")):
-        values = run.series(name)[1]
-        if len(values) > 1 and run.experiment.get("rl") is None:
-            has_fallen = values[-1] < values[0] - _NOTABLE_FALL * abs(values[0])
-            words = f"{what} {values[-1]:.4g}, {values[0]:.4g} at first"
-            return [Verdict(f"{words}." if has_fallen else f"{words}: it has not fallen.", has_fallen)]
-    return []

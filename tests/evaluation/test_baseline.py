@@ -26,5 +26,5 @@ from openpi_train.evaluation.baseline import against_mean_action
 )
 def test_the_words_follow_the_factor(error, baseline, begins, has_learned):
     found = against_mean_action(error, baseline)
-    assert found.text.startswith(begins) and found.has_learned is has_learned
-    assert ("has not learned" in found.text) == (has_learned is False)
+    assert found.words.startswith(begins) and found.has_learned is has_learned
+    assert ("has not learned" in found.words) == (has_learned is False)

@@ -58,8 +58,18 @@ def test_actions_no_better_than_their_mean_are_not_learned():
     more = {"val/action_mse": 2.457, "val/action_mse_mean_baseline": 0.8107}
     found = learning_verdict(evaluations(2.0, 1.0, **more))
     assert found.has_learned is False
-    assert found.reasons == ("the action error, 2.457, is not below that of the mean action, 0.8107",)
+    assert found.reasons == ("the action error, 2.457, is not below that of the mean of the evaluated actions, 0.8107",)
     assert learning_verdict(evaluations(2.0, 1.0, **{**more, "val/action_mse": 0.5})).has_learned
+
+
+def test_actions_are_compared_with_the_mean_action_of_the_training_data_where_it_was_measured():
+    more = {"val/action_mse_mean_baseline": 9.0, "val/action_mse_of_mean_action": 1.0}
+    found = learning_verdict(evaluations(2.0, 1.0, **more, **{"val/action_mse": 2.5}))
+    assert found.reasons == (
+        "the action error on held-out data, 2.5, is worse than the mean action of the training data by a factor 2.5 "
+        "(1)",
+    )
+    assert learning_verdict(evaluations(2.0, 1.0, **more, **{"val/action_mse": 0.5})).has_learned
 
 
 def test_a_run_on_own_rollouts_is_judged_by_its_reward():

@@ -38,23 +38,32 @@ def test_a_policy_that_is_better_than_the_mean_action_has_learned(tmp_path):
     (ended, error) = said(run_with(tmp_path / "x", lines))
     assert ended == ("neutral", "Ended at step 10 of 10.")
     assert error[0] == "good"
-    assert error[1].startswith("Learned: better than the mean action of the training data by a factor 3.1 ")
+    assert error[1] == (
+        "This run has learned: the action error on held-out data, 0.2, is better than the mean action of the training "
+        "data by a factor 3.1 (0.62)."
+    )
 
 
 def test_a_policy_that_is_worse_and_whose_loss_has_not_fallen_has_not_learned(tmp_path):
     lines = [
         {"step": 0, "val/loss": 2.0, "val/action_mse_ema": 3.0, "val/action_mse_of_mean_action": 1.0},
         {"step": 9, "loss": "NaN", "skipped_steps": 2.0},
-        {"step": 10, "val/loss": 1.99, "val/action_mse_ema": 2.0, "val/action_mse_of_mean_action": 1.0},
+        {
+            "step": 10,
+            "val/loss": 2.01,
+            "val/action_mse": 4.0,
+            "val/action_mse_ema": 2.0,
+            "val/action_mse_of_mean_action": 1.0,
+        },
     ]
     found = dict(reversed(pair) for pair in said(run_with(tmp_path / "x", lines)))
-    assert [*found.values()] == ["neutral", "bad", "bad", "bad", "bad"]
+    assert [*found.values()] == ["neutral", "bad", "bad", "bad"]
     words = " ".join(found)
     for part in (
         "The loss is not a number at 1 logged steps, first at 9.",
         "2 updates were skipped",
-        "Worse than the mean action of the training data by a factor 2.0: it has not learned",
-        "Held-out loss 1.99, 2 at first: it has not fallen.",
+        "This run has not learned: the held-out loss is 2.01, and was 2 before the first step",
+        "2, is worse than the mean action of the training data by a factor 2.0 (1).",
     ):
         assert part in words
 
@@ -62,7 +71,7 @@ def test_a_policy_that_is_worse_and_whose_loss_has_not_fallen_has_not_learned(tm
 def test_the_former_baseline_is_shown_as_what_it_is(tmp_path):
     lines = [{"step": 10, "val/action_mse": 2.457, "val/action_mse_mean_baseline": 0.8107}]
     (_, (style, text)) = said(run_with(tmp_path / "x", lines))
-    assert style == "bad" and "not below that of the mean of the evaluated actions, 0.8107" in text
+    assert style == "bad" and "2.457, is not below that of the mean of the evaluated actions, 0.8107" in text
 
 
 def test_a_run_that_failed_says_with_what(tmp_path):
