@@ -38,14 +38,14 @@ def in_a_loop(begin):
     """Runs `begin(listener)`, a coroutine that serves, in a thread; yields the port and a way into its loop."""
     listener, loop = socket.create_server(("127.0.0.1", 0)), asyncio.new_event_loop()
 
-    def run():
-        loop.run_until_complete(begin(listener))
-        left = asyncio.all_tasks(loop)
+    async def run():
+        await begin(listener)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        await asyncio.gather(*left, return_exceptions=True)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
     thread.start()
     try:
         yield listener.getsockname()[1], loop.call_soon_threadsafe
