@@ -43,12 +43,12 @@ async def answer_not_ready(
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        suppressed = contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+        with contextlib.closing(writer), suppressed:
             await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
             writer.write(_not_ready(progress))
             await writer.drain()
             await asyncio.wait_for(_read_all(reader), _REQUEST_S)  # closed before that, the answer might be lost
-        writer.close()
 
     return await asyncio.start_server(answer, sock=listener.dup(), ssl=tls)
 

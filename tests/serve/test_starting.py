@@ -44,6 +44,7 @@ def in_a_loop(begin):
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.sleep(0.1)  # transports close
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
     thread.start()
