@@ -1,4 +1,5 @@
-"""`examples/first_hour.ipynb`, run from its first cell to its last as it is in the repository."""
+"""`examples/first_hour.ipynb`, run from its first cell to its last as it is in the repository, but for a quarter of the
+training steps: the error of the actions is then below the mean action's, and no episode need succeed."""
 
 import base64
 import io
@@ -52,7 +53,10 @@ def test_it_runs_and_the_policy_learns(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     for name in [name for name in os.environ if name.startswith(("PYTEST_", "JAX_NUM_CPU_DEVICES"))]:
         monkeypatch.delenv(name)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # a user's, not that of conftest.py, which is spared effort
+    text = NOTEBOOK.read_text()
+    assert text.count("1200") == 4  # steps, and what follows them
+    notebook = nbformat.reads(text.replace("1200", "300"), as_version=4)
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
     of = {name: next(cell for cell in cells.values() if word in cell.source) for name, word in WORDS.items()}
