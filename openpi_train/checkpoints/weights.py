@@ -10,7 +10,7 @@ from typing import Any
 
 from openpi_train.checkpoints.checkpoint_formats import model_params, named, open_checkpoint, open_place
 from openpi_train.interop.checkpoint_hub import is_address
-from openpi_train.interop.native_format import recognises, recorded_experiment, recorded_tokenizer
+from openpi_train.interop.native_format import recognises, recorded_experiment, recorded_tokenizer, without_sums
 from openpi_train.interop.openpi import parameter_names, state_leaves
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.language import peft_adapter
@@ -125,13 +125,16 @@ class CheckpointWeightLoader(WeightLoader):
         return {**base.start(found), **score}
 
     def check(self, model: ModelConfig) -> None:
-        """Open what `load` opens, and forget it. Addresses are not looked at, of a bucket only whether it is there."""
+        """Open what `load` opens, and forget it, without devices or the values of parameters.
+
+        Addresses are not looked at, of a bucket only whether it is there.
+        """
         if is_address(self.params_path) or not (self.params_path or self.adapter_path):
             return
         if self.params_path and open_place(self.params_path).local is None:
             return
         here = dataclasses.replace(self, adapter_path="") if is_address(self.adapter_path) else self
-        with _silence():  # the start itself says what it finds
+        with _silence(), without_sums():  # the start itself says what it finds
             if here.load_state(model) is None:
                 here.load(model)
 

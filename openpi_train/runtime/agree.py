@@ -225,6 +225,11 @@ def process_index() -> int:
     return _place()[0]
 
 
+def process_count() -> int:
+    """The number of the run's processes; 1 before the run has met."""
+    return _place()[1]
+
+
 def _place() -> tuple[int, int]:
     state = distributed.global_state
     if state.client is None:  # jax was not started as part of a run: a test or a tool, alone

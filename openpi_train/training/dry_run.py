@@ -54,7 +54,14 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
     if settling.experiment.num_epochs is None:  # else the length in steps is known when the data are open
         for line in unfit_for_length(settling.experiment):
             print(f"warning: {line}")
-    print("fits")
+    prepared = settling.prepared
+    if prepared.memory.total <= prepared.available_bytes:
+        print("fits")
+    else:
+        print(
+            "may not fit: the estimate is above what there is, and may be a quarter too high; a start compiles the step"
+        )
+        print("knows. For fewer rows at a time: a larger --grad-accum")
     if text := other_tools.warning(os.environ):
         print(f"warning: {text}")
     if settling.data is None:

@@ -258,7 +258,9 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(tmp_p
     state_fits = host_bytes_per_device() * jax.local_device_count() > 64 * GIB  # of one device
     if state_fits and not flags and not sample.is_dir():
         pytest.skip("this machine holds pi0's state, and a run then opens its data: there is no Bridge sample here")
-    arguments = ("pi0_bridge_traj", *places(tmp_path), "--batch-size", "65536", f"{SOURCE}.path", sample, *flags)
+    # The published tokenizer is on the hub, and that there is no network is told first.
+    words = ("--batch-size", "65536", f"{SOURCE}.path", sample, "--data.tokenizer", "bytes", *flags)
+    arguments = ("pi0_bridge_traj", *places(tmp_path), *words)
     # Started from a small process: Linux counts the memory of whoever forks towards the child's peak.
     small = (
         "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "

@@ -14,7 +14,7 @@ from openpi_train.envs.in_processes import ProcessEnv
 from openpi_train.planning.memory import DoesNotFit
 from openpi_train.runtime.exits import DATA, CheckpointError, DataError, ErrorCollector, UsageError
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training import metrics
+from openpi_train.training import metrics, settling
 from openpi_train.training.dry_run import check_ahead, dry_run
 from openpi_train.training.rundir import open_run
 from openpi_train.training.settling import Settling, open_if_ready, settle
@@ -40,6 +40,16 @@ def test_what_fits_is_told_with_what_was_not_looked_at(given, tmp_path, capsys):
     *_, fits, note = capsys.readouterr().out.splitlines()
     assert fits == "fits" and note == "not checked: the data were not looked at; a start opens them"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_estimate_above_what_there_is_is_not_said_to_fit(given, monkeypatch, capsys):
+    given = dataclasses.replace(given, batch_size=64 * given.batch_size)  # activations, which are what is estimated
+    memory = Settling.here(given, find_world(WorldFlags(), {})).prepared.memory
+    assert memory.least < memory.total
+    monkeypatch.setattr(settling, "memory_bytes", lambda *_: (memory.least + memory.total) // 2)
+    assert rehearse(given) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert "fits" not in found and any(line.startswith("may not fit: ") for line in found)
 
 
 @pytest.mark.parametrize("name", ["arithmetic_sft", "arithmetic_grpo"])
