@@ -120,6 +120,9 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     for name, text in written.items():
         file.with_name(name).write_text(text)
     file.with_name("prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}\n')
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):  # the files that it asks to save
+        for name, text in re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE):
+            file.with_name(name).write_text(text)
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
     for name in ("my_arm", "demos"):
         file.with_name(name).symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")
