@@ -58,10 +58,8 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
     if prepared.memory.total <= prepared.available_bytes:
         print("fits")
     else:
-        print(
-            "may not fit: the estimate is above what there is, and may be a quarter too high; a start compiles the step"
-        )
-        print("knows. For fewer rows at a time: a larger --grad-accum")
+        print("may not fit: the estimate, which may be a quarter too high, is above what there is; a start compiles")
+        print("its step, and knows. A larger --grad-accum needs less: fewer rows at a time")
     if text := other_tools.warning(os.environ):
         print(f"warning: {text}")
     if settling.data is None:
