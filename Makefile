@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m benchmarks demo --out checkpoints/demo
 	$(BIN)/python -m openpi_train arithmetic_sft --exp-name demo --overwrite
 	@echo "The language model has 0.13 M parameters and 800 steps: it answers about half of such sums right (51 % of 1,100"
-	@echo "held-out ones, docs/language_runs.md). So some of these 8 answers to one sum are wrong:"
+	@echo "held-out ones, docs/howto/language_runs.md). So some of these 8 answers to one sum are wrong:"
 	$(BIN)/python -m openpi_train generate checkpoints/arithmetic_sft/demo --prompt '27+48=' --samples 8 --max-new-tokens 8
 
 lint: $(VENV)/.installed
@@ -69,7 +69,7 @@ newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt --editable '.[dev]'
 	.venv-newest/bin/python -m pytest -m 'not slow and not multiprocess'
 
-# The whole suite in earnest, in an environment of its own (docs/testing.md): an XLA_FLAGS that is set, though empty, keeps
+# The whole suite in earnest, in an environment of its own (docs/understand/testing.md): an XLA_FLAGS that is set, though empty, keeps
 # tests/conftest.py from telling XLA to spare effort; TensorFlow, which wants an older h5py, reads what our RLDS reader
 # reads; openpi's client talks to our server.
 RELEASE := .venv-release
@@ -110,7 +110,7 @@ gpu-compile:
 	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev,cuda12]'
 	JAX_PLATFORMS=cpu $(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --processes $(GPU_COMPILATIONS) --json $(GPU)/gpu_compile.json
 
-# What a GPU says, in pieces of less than ten minutes each (docs/benchmarks.md); tables and traces go to $(GPU_OUT). Without
+# What a GPU says, in pieces of less than ten minutes each (docs/understand/benchmarks.md); tables and traces go to $(GPU_OUT). Without
 # a network: GPU_PYTHON=python3, of an environment that has what pyproject.toml names. A piece that fails does not keep
 # the others from running; an interrupted one tells what it has.
 GPU_PYTHON ?= $(GPU)/bin/python

@@ -1,1 +1,2 @@
-"""Measurements of speed, printed as tables. `python -m benchmarks --help`; recorded results: `docs/benchmarks.md`."""
+"""Measurements of speed, printed as tables. `python -m benchmarks --help`; recorded results:
+`docs/understand/benchmarks.md`."""

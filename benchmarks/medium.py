@@ -23,5 +23,6 @@ medium = dataclasses.replace(
 """About 100 M parameters: a wide language stack and a narrow action expert, as in the full pi0.
 
 Command: python -m benchmarks step_time --model medium
-Hardware: a GPU, or 2 CPU cores with --model.dtype float32 --batch-size 1. Time: minutes. Result: docs/benchmarks.md
+Hardware: a GPU, or 2 CPU cores with --model.dtype float32 --batch-size 1. Time: minutes.
+Result: docs/understand/benchmarks.md
 """

@@ -1,7 +1,7 @@
 """What policies gain by RL: success before, during and after, over several seeds, with intervals.
 
 Uses the commands of a user: each study imitates first, and goes on by RL from these weights. Initial states and
-problems that are counted are in no training data. Read next: `rl_studies.py`, `docs/reinforcement_learning.md`.
+problems that are counted are in no training data. Read next: `rl_studies.py`, `docs/howto/reinforcement_learning.md`.
 """
 
 import argparse

@@ -24,5 +24,5 @@ smollm2 = Experiment(
 """SmolLM2-135M learns to answer sums in a fixed form.
 
 Command: python -m benchmarks smollm2 --install-peer
-Hardware: 2 CPU cores. Time and result: docs/benchmarks.md
+Hardware: 2 CPU cores. Time and result: docs/understand/benchmarks.md
 """

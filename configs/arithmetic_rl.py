@@ -1,6 +1,6 @@
 """Small runs that learn from rewards of their own answers to the arithmetic task, from the weights of `arithmetic_sft`.
 
-docs/reinforcement_learning.md describes them.
+docs/howto/reinforcement_learning.md describes them.
 """
 
 import dataclasses

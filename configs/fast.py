@@ -1,7 +1,8 @@
 """pi0-FAST, and pi0.5 with knowledge insulation, on BridgeData V2; and small versions on the embedded dataset.
 
 A FAST processor turns action chunks into tokens: the published one comes from the Hugging Face hub, or from a copy of
-its directory with --model.fast-tokenizer; that of the small runs is fitted by `data fit-fast` (docs/pi0_fast.md).
+its directory with --model.fast-tokenizer; that of the small runs is fitted by `data fit-fast`
+(docs/understand/pi0_fast.md).
 """
 
 import dataclasses

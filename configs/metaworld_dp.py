@@ -59,7 +59,7 @@ metaworld_mt5_dp = Experiment(
 """A diffusion policy from state on five of Meta-World's tasks at once, 20 demonstrations each.
 
 Command: python -m openpi_train metaworld_mt5_dp --exp-name x
-Hardware: 2 CPU cores. Result: 49 of 50 held-out episodes after 4 CPU minutes (docs/benchmarks.md).
+Hardware: 2 CPU cores. Result: 49 of 50 held-out episodes after 4 CPU minutes (docs/understand/benchmarks.md).
 """
 
 metaworld_mt5_flow = dataclasses.replace(
@@ -69,5 +69,5 @@ metaworld_mt5_flow = dataclasses.replace(
 """The same network trained by flow matching.
 
 Command: python -m openpi_train metaworld_mt5_flow --exp-name x
-Hardware: 2 CPU cores. Result: 48 of 50 held-out episodes after 5 CPU minutes (docs/benchmarks.md).
+Hardware: 2 CPU cores. Result: 48 of 50 held-out episodes after 5 CPU minutes (docs/understand/benchmarks.md).
 """

@@ -2,7 +2,7 @@
 
     python -m openpi_train data collect metaworld --tasks reach --out data/metaworld_reach.zarr
 
-docs/reinforcement_learning.md describes it.
+docs/howto/reinforcement_learning.md describes it.
 """
 
 import dataclasses
@@ -87,5 +87,5 @@ metaworld_rloo = dataclasses.replace(
 
 Command: python -m openpi_train metaworld_rloo --exp-name x --weight-loader.params-path checkpoints/metaworld_reach/x
 Hardware: 2 CPU cores. Time: 89 to 98 CPU s. Result: 100 of 100 unseen episodes, from 42, 40 and 48 (seeds 42 to 44,
-half trained; 2026-11-26, commit 574e7dc; docs/benchmarks.md).
+half trained; 2026-11-26, commit 574e7dc; docs/understand/benchmarks.md).
 """

@@ -1,7 +1,7 @@
 """openpi's experiments on ALOHA and UR5, by their names and with their values (openpi at 15a9616).
 
-Those without data of their own serve openpi's published checkpoints, and train on --data.repo-id (docs/openpi.md). Norm
-stats `trossen` and `ur5e` are those of the base models, where openpi downloads them to. The UR5's is in openpi's
+Those without data of their own serve openpi's published checkpoints, and train on --data.repo-id (docs/from/openpi.md).
+Norm stats `trossen` and `ur5e` are those of the base models, where openpi downloads them to. The UR5's is in openpi's
 `examples/ur5`.
 """
 

@@ -1,7 +1,8 @@
 """openpi's experiments on DROID, by their names and with their values (Physical-Intelligence/openpi at 15a9616).
 
 `pi0_droid`, `pi0_fast_droid` and `pi05_droid` serve openpi's published checkpoints. Data: DROID's RLDS release where
-tensorflow-datasets keeps it (--data.datasets.0.source.path), or a LeRobot dataset (--data.repo-id); docs/openpi.md.
+tensorflow-datasets keeps it (--data.datasets.0.source.path), or a LeRobot dataset (--data.repo-id);
+docs/from/openpi.md.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """openpi's experiments on LIBERO, by their names and with their values (Physical-Intelligence/openpi at 15a9616).
 
-Data: `physical-intelligence/libero` where LeRobot downloads to, or --data.repo-id (docs/openpi.md). Start weights: the
-published ones.
+Data: `physical-intelligence/libero` where LeRobot downloads to, or --data.repo-id (docs/from/openpi.md). Start weights:
+the published ones.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 Policies take cameras, dims, state and rate from the dataset, and its actions as recorded (relative to the state:
 --data.robot relative). Texts are JSON lines, parquet, a folder of them, or hub:USER/NAME, in the forms of TRL and
-ShareGPT (docs/text_data.md). Another language model: --model.path FOLDER or hub:USER/NAME.
+ShareGPT (docs/howto/text_data.md). Another language model: --model.path FOLDER or hub:USER/NAME.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Published models that learn from rewards: language models on GSM8K, and full pi0 from its own episodes.
 
-docs/reinforcement_learning.md describes such runs, docs/planning.md what they need.
+docs/howto/reinforcement_learning.md describes such runs, docs/understand/planning.md what they need.
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ gsm8k_grpo_smollm2_135m, gsm8k_grpo_qwen25_05b, gsm8k_grpo_llama32_1b, gsm8k_grp
 """GRPO on GSM8K's problems, rewarded for the right number; the reference is a frozen copy of the start weights.
 
 Command: python -m openpi_train NAME --exp-name x --weight-loader.params-path <a run of gsm8k_sft>
-Hardware: one GPU; docs/planning.md has the plan of a model of 7 B parameters. Time and result: not yet measured.
+Hardware: one GPU; docs/understand/planning.md has the plan of a model of 7 B parameters.
+Time and result: not yet measured.
 """
 
 _WORLD = TabletopEnv(image_size=224)
@@ -89,5 +90,5 @@ pi0_tabletop_rloo = dataclasses.replace(
 of it needs. For another environment give --env.
 
 Command: python -m openpi_train pi0_tabletop_rloo --exp-name x --weight-loader.params-path <a run of pi0>
-Hardware: several GPUs; docs/planning.md has the plan for eight. Time and result: not yet measured.
+Hardware: several GPUs; docs/understand/planning.md has the plan for eight. Time and result: not yet measured.
 """

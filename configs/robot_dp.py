@@ -1,7 +1,7 @@
 """Diffusion policies on zarr replay buffers: RoboTwin's two arms (`robot_dp`), Push-T (`pusht_dp`), and tiny ones.
 
 Give the store with --dataset PATH. Sizes and settings are RoboTwin's (`policy/DP`, branch stable_2.0) and
-diffusion_policy's; docs/diffusion_policy.md lists the differences.
+diffusion_policy's; docs/from/diffusion_policy.md lists the differences.
 """
 
 import dataclasses

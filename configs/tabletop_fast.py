@@ -4,7 +4,7 @@
 
 Nearly every token is then one coefficient of the chunk: of so few dims and steps that is learnt sooner than pairs.
 
-docs/reinforcement_learning.md describes such runs.
+docs/howto/reinforcement_learning.md describes such runs.
 """
 
 import dataclasses
@@ -56,5 +56,5 @@ tabletop_fast_rloo = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_fast_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_fast/x
 Hardware: 2 CPU cores. Time: 1,463 to 1,542 CPU s. Result: 45, 48.8 and 46.8 % from 33, 16.3 and 26.3 % (seeds 42 to 44;
-2026-11-26, commit 0916898; docs/benchmarks.md).
+2026-11-26, commit 0916898; docs/understand/benchmarks.md).
 """

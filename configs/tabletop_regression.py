@@ -1,6 +1,6 @@
 """Small runs that learn from their own episodes on the embedded tabletop by regression, without probabilities.
 
-They start from the weights of `tabletop_few`, as `tabletop_few_rloo` does (docs/reinforcement_learning.md).
+They start from the weights of `tabletop_few`, as `tabletop_few_rloo` does (docs/howto/reinforcement_learning.md).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Small runs that learn from their own episodes on the embedded tabletop, from the weights of `tabletop_few`.
 
-docs/reinforcement_learning.md describes them.
+docs/howto/reinforcement_learning.md describes them.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ tabletop_few_rloo = dataclasses.replace(
 Command: python -m openpi_train tabletop_few_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_few/x
 Hardware: 2 CPU cores. Time: 639 to 665 CPU s. Result: 76, 57 and 64.8 % from 58.8, 46.5 and 50.5 %, after 4,200 steps
 of `tabletop_few`, where as much more imitation gains nothing (seeds 42 to 44; 2026-11-26, commit 305bd66;
-docs/benchmarks.md).
+docs/understand/benchmarks.md).
 """
 
 tabletop_dp_rloo = dataclasses.replace(
@@ -120,5 +120,5 @@ tabletop_dp_rloo = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_dp_rloo --exp-name x --weight-loader.params-path checkpoints/tabletop_dp/x
 Hardware: 2 CPU cores. Time: 251 to 293 CPU s. Result: 81, 50.5 and 83.5 % from 66, 35 and 57 %, after 150 steps of
-`tabletop_dp` (seeds 42 to 44; 2026-11-26, commit 574e7dc; docs/benchmarks.md).
+`tabletop_dp` (seeds 42 to 44; 2026-11-26, commit 574e7dc; docs/understand/benchmarks.md).
 """

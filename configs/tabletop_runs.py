@@ -99,7 +99,7 @@ pi0_tabletop_reach = dataclasses.replace(
 """A small pi0 (0.2 M parameters) whose prompt names the block to reach; what `make demo` runs.
 
 Command: python -m openpi_train pi0_tabletop_reach --exp-name x
-Hardware: 2 CPU cores. Result: 99 of 100 held-out episodes after 5 CPU minutes (docs/benchmarks.md).
+Hardware: 2 CPU cores. Result: 99 of 100 held-out episodes after 5 CPU minutes (docs/understand/benchmarks.md).
 """
 
 _REACH_RED_HOME = cache_folders.datasets() / "tabletop_reach_red"
@@ -139,5 +139,5 @@ tabletop_dp = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_dp --exp-name x
 Hardware: 2 CPU cores. Result: 100 of 100 held-out episodes from step 500 on; all 2,000 take 8 CPU minutes
-(docs/benchmarks.md).
+(docs/understand/benchmarks.md).
 """

@@ -25,12 +25,12 @@ def on_files(files: Files, config, **_) -> Files:
 
 def on_page_markdown(markdown: str, page, **_) -> str:
     """mkdocs' hook: the page of files gets its list; links between docs and results, and the source of a result."""
-    if page.file.src_uri == "files.md":
+    if page.file.src_uri == "reference/files.md":
         return f"{markdown}\n{files()}"
     if page.file.src_uri.startswith("results/"):
         source = f"{page.meta['date']}, {page.meta['hardware']}, commit {page.meta['commit']}: `{page.meta['command']}`"
         return markdown.replace("](../../docs/", "](../") + f"\n\n{source}\n"
-    return markdown.replace("](../benchmarks/results/", "](results/")
+    return markdown.replace("](../../benchmarks/results/", "](../results/")
 
 
 def files() -> str:

@@ -8,7 +8,8 @@ On one process, on two, and with another number of steps, for which it goes on f
         python examples/minimal_train.py /tmp/other & done; wait
     python examples/minimal_train.py /tmp/other 300
 
-On the same number of devices the losses are the same bits. Read next: `docs/architecture.md`, where each part lives.
+On the same number of devices the losses are the same bits. Read next: `docs/understand/architecture.md`, where each
+part lives.
 """
 
 import dataclasses

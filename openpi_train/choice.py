@@ -184,7 +184,7 @@ def _robot_of(source: SourceConfig, model: PolicyConfig, who: str, *, relative: 
     raise UsageError(
         f"{who} is for LeRobot datasets and zarr stores, which say dims and cameras, and {source.location} is "
         f"{type(source).__name__}: convert it (`data convert {source.location or 'PATH'} NEW --to lerobot`), take an "
-        "experiment of its robot (`list`), or write a class for the robot (docs/your_own_robot.md)"
+        "experiment of its robot (`list`), or write a class for the robot (docs/tutorials/my_robot.md)"
     )
 
 

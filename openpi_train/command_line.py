@@ -104,7 +104,7 @@ class OverrideFlags(Request):
     # name of the state's but grippers). Models without padded dims get its dims and cameras.
     data_robot: Annotated[Literal["recorded", "relative"] | None, tyro.conf.arg(name="data.robot")] = None
     # What completions are rewarded for, in place of the experiment's rewards: FILE.py:FUNCTION, one of TRL's form too,
-    # or a name of docs/reinforcement_learning.md. Of several the sum is the reward.
+    # or a name of docs/howto/reinforcement_learning.md. Of several the sum is the reward.
     reward: tuple[str, ...] | None = None
     # The environment of closed-loop evaluations, and of RL: tabletop, metaworld, gym:ID, FILE.py:FUNCTION,
     # libero:SUITE or maniskill:ID.

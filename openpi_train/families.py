@@ -1,6 +1,6 @@
 """The families of models, each a folder of `models/`, and one line here that registers its exchange.
 
-A family of your own is registered in your experiments' file (docs/extending.md). Read next: `interop/exchange.py`.
+A family of your own is registered in your experiments' file (docs/howto/extend.md). Read next: `interop/exchange.py`.
 """
 
 from openpi_train.interop.checkpoint_format import Format

@@ -1,8 +1,8 @@
 """What can end a run: for each cause its exit code, and whether a launcher starts the run again. One table for all.
 
 `runtime/exits.py` gives errors their codes; the launchers, the Slurm script and the manifests of Kubernetes decide from
-`FAULTS`; docs/exit_codes.md shows `as_markdown()`. The numbers never change their meaning. Standard library only, since
-launchers run without the rest of the project.
+`FAULTS`; docs/reference/exit_codes.md shows `as_markdown()`. The numbers never change their meaning. Standard library
+only, since launchers run without the rest of the project.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def codes_with(*restarts: Restart) -> list[int]:
 
 
 def as_markdown() -> str:
-    """The table of docs/exit_codes.md."""
+    """The table of docs/reference/exit_codes.md."""
     rows = ["| code | cause | meaning | what to do | a launcher |", "|---|---|---|---|---|", "| 0 | | done | | |"]
     for fault in (*FAULTS, KILLED):
         code = "128 + n" if fault is KILLED else str(fault.code)

@@ -169,7 +169,7 @@ def unknown(name: str, known, what: str) -> str:
     if name.startswith("-"):
         return (
             f"{name} stands where the {what} does: name that first, its flags follow (all: python -m openpi_train "
-            "list). YAML configs of other tools are given to posttrain, ript and vla (docs/cli.md)"
+            "list). YAML configs of other tools are given to posttrain, ript and vla (docs/reference/cli.md)"
         )
     if Path(name).is_dir():
         return (

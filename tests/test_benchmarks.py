@@ -377,7 +377,7 @@ def test_every_benchmark_is_listed():
 
 @pytest.mark.slow
 def test_documented_commands_are_understood():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / "understand" / "benchmarks.md").read_text()
     commands = re.findall(r"^    python -m benchmarks (.*)$", text, re.MULTILINE)
     assert len(commands) >= 6
     for command in commands:

@@ -57,7 +57,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import evaluate_libero
 
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("python -m openpi_train", "openpi-train", "python scripts/", "./scripts/", "make ")
 FOLDERS = ("openpi_train/", "tests/", "docs/", "configs/", "scripts/", "benchmarks/")
 # What stands for every language model that the docs name.
@@ -113,9 +113,9 @@ def python_blocks(file: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
-    """The `my_runs.py` that docs/extending.md prints, imported as the registry imports a user's file."""
+    """The `my_runs.py` that docs/howto/extend.md prints, imported as the registry imports a user's file."""
     file = tmp_path_factory.mktemp("user") / "my_runs.py"
-    pages = ("extending.md", "your_own_robot.md", "reinforcement_learning.md")
+    pages = ("howto/extend.md", "tutorials/my_robot.md", "howto/reinforcement_learning.md")
     written = {name: text for page in pages for name, text in python_blocks(ROOT / "docs" / page).items()}
     for name, text in written.items():
         file.with_name(name).write_text(text)
@@ -132,9 +132,9 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
         store.parent.mkdir(parents=True, exist_ok=True)
         store.symlink_to(ROOT / "tests" / "data" / "formats" / "zarr" / "fixtures" / f"{fixture}.zarr")
     file.with_name("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 32}')
-    write_project(file.parent)  # with the configs that docs/posttraining_yaml.md names
-    write_vla_project(file.parent)  # with the one that docs/vla_yaml.md names
-    file.with_name("scripts").symlink_to(ROOT / "scripts")  # with the config that docs/ript_yaml.md names
+    write_project(file.parent)  # with the configs that docs/from/posttraining_yaml.md names
+    write_vla_project(file.parent)  # with the one that docs/from/vla_yaml.md names
+    file.with_name("scripts").symlink_to(ROOT / "scripts")  # with the config that docs/from/ript_yaml.md names
     registry.load(f"{file}:try7")
     yield sys.modules["my_runs"]
     sys.path.remove(str(file.parent))
@@ -241,7 +241,7 @@ def check(words: list[str], variables: dict[str, str], seen: list[object]) -> No
 
 def test_commands_are_found_in_every_page_that_has_them():
     shown = collections.Counter(name for name, _, _ in commands())
-    assert min(shown[name] for name in ("README.md", "launching.md", "data.md", "extending.md")) >= 2
+    assert min(shown[name] for name in ("README.md", "hosts.md", "data.md", "extend.md")) >= 2
 
 
 @pytest.mark.slow
@@ -300,9 +300,9 @@ def test_every_link_leads_to_a_file(file):
 
 
 def test_every_verb_and_every_experiment_has_a_line_in_its_page():
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(cli.VERBS)
-    pages = "\n".join((ROOT / "docs" / name).read_text() for name in ("experiments.md", "openpi.md"))
+    pages = "\n".join((ROOT / "docs" / name).read_text() for name in ("reference/experiments.md", "from/openpi.md"))
     rows = re.findall(r"^\| (`.*)", pages, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert not set(registry.entries()) - named

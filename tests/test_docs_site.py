@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))),
@@ -28,12 +28,16 @@ def test_every_page_is_in_the_site_and_nothing_is_loaded_from_the_network(tmp_pa
     site = tmp_path / "site"
     done = build(ROOT / "mkdocs.yml", site)
     assert done.returncode == 0, done.stderr
-    assert {page.stem for page in PAGES} | {"404"} == {file.stem for file in site.glob("*.html")}
-    for file in site.glob("*.html"):
+    built = {file.relative_to(site).with_suffix("").as_posix() for file in site.rglob("*.html")}
+    pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
+    assert pages | {"404"} == {name for name in built if not name.startswith("results/")}
+    for file in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe|link)[^>]* (?:src|href)=.?(?:https?:)?//[^ >]*", file.read_text())
         assert not loaded, file.name
     # What comes from the code: a field with its comment, a docstring's arguments, the files' first sentences.
-    configuration, api, files = ((site / f"{name}.html").read_text() for name in ("configuration", "api", "files"))
+    configuration, api, files = (
+        (site / "reference" / f"{name}.html").read_text() for name in ("configuration", "api", "files")
+    )
     assert "Rows per optimizer step, over all devices." in configuration
     assert "merge low-rank factors into the weights" in api
     assert "<code>loop.py</code>" in files

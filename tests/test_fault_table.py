@@ -10,7 +10,7 @@ from openpi_train.launch.processes import LaunchOutcome
 from openpi_train.launch.supervise import can_be_mended
 from openpi_train.runtime import exits
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "exit_codes.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "exit_codes.md"
 # What the goal says: a run ends for good only for its own mistake.
 ENDS = {1, 2, 3, 4, 5, 72, 130, 141}
 GOES_ON = {70, 71, 75, 129, 134, 137, 139, 143}

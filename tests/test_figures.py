@@ -2,8 +2,8 @@
 
 Durations, rates and the usual ways of telling a ratio, memory or success are found by their words, all else by the date
 of its measuring. There is one way of citing: "commit 1234567" is ours, and OTHERS lists other projects' commits. A
-passage may also point to docs/benchmarks.md for both. Results of benchmarks (`benchmarks/results/`) name date, commit,
-command and hardware on top.
+passage may also point to docs/understand/benchmarks.md for both. Results of benchmarks (`benchmarks/results/`) name
+date, commit, command and hardware on top.
 """
 
 import functools
@@ -16,7 +16,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [file for name in ("openpi_train", "configs", "benchmarks") for file in sorted((ROOT / name).rglob("*.py"))]
 
 OTHERS = {
@@ -112,7 +112,7 @@ def test_every_measured_figure_names_its_command_and_its_commit():
 
 def test_every_result_names_its_source():
     assert len(RESULTS) > 30
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "understand" / "benchmarks.md").read_text()
     assert [file.name for file in RESULTS if f"results/{file.name})" not in page] == []
     for name, source in sources_of_results().items():
         assert set(source) == {"date", "commit", "command", "hardware"}, name
@@ -174,7 +174,7 @@ def test_a_figure_without_a_source_is_found(text, source, missing):
         "All others end with code 70 within 60 s; the limit is `--idle-s`, 300 s.",
         "openpi (15a9616) pads; 3,238,048,528 parameters train.",
         "One port per host carries 50 GB/s, by its data sheet.",
-        "About 5 CPU minutes (docs/benchmarks.md).",
+        "About 5 CPU minutes (docs/understand/benchmarks.md).",
         "Time and result: not yet measured.",
         "`latency 0.12 ms` is a line of the log.",
     ],

@@ -25,7 +25,7 @@ RECORD = {
     one["name"]: one
     for one in json.loads((Path(__file__).parent / "interop" / "recorded" / "openpi_configs.json").read_text())
 }
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "openpi.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "from" / "openpi.md"
 TABLE = dict(re.findall(r"^\| `(\w+)` \| (yes|no|other) \|", PAGE.read_text(), re.MULTILINE))
 HERE = sorted(name for name, here in TABLE.items() if here == "yes")
 # openpi's own defaults, of fields that its configs leave out.

@@ -114,7 +114,7 @@ def _pinned(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Copies of the arrays on devices in pinned host memory, as far as there is room (`_pinned_limit`).
 
     A GPU writes to it at the speed of its link, and to other memory through a small pinned part, thirty times as slowly
-    (docs/benchmarks.md). jax keeps the memory for the next save.
+    (docs/understand/benchmarks.md). jax keeps the memory for the next save.
     """
     copies, room = {}, _pinned_limit()
     for name, array in arrays.items():

@@ -60,7 +60,7 @@ class CheckpointWeightLoader(WeightLoader):
     to a base model that it starts from (`ModelConfig.base`: a reward model's decoder, a policy and its reference).
     """
 
-    # A checkpoint: a directory, or an address in a bucket (gs://, s3://), in any format of docs/exchange.md.
+    # A checkpoint: a directory, or an address in a bucket (gs://, s3://), in any format of docs/howto/convert.md.
     params_path: str = ""
     # Also restore its training state: step, optimizer and average; for our checkpoints and those of openpi's trainer.
     continue_training: bool = False

@@ -31,7 +31,7 @@ class PosttrainRequest(Request):
     """Train a language model as a YAML config of the PyTorch post-training tool says.
 
     The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
-    posttrain --config config.yaml --algorithm sft --batch-size 64. More: docs/posttraining_yaml.md
+    posttrain --config config.yaml --algorithm sft --batch-size 64. More: docs/from/posttraining_yaml.md
     """
 
     # The YAML config.
@@ -66,7 +66,7 @@ class RiptRequest(Request):
     """Let a robot policy learn from its own episodes as a YAML config of the RIPT trainers for pi0 says.
 
     The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
-    ript --config config.yaml --rl.group-size 8. More: docs/ript_yaml.md
+    ript --config config.yaml --rl.group-size 8. More: docs/from/ript_yaml.md
     """
 
     # The YAML config.
@@ -83,7 +83,7 @@ class VlaRequest(Request):
     """Train a PaliGemma policy with a flow head as a YAML config of the VLA's PyTorch trainer says.
 
     The log says what every key became. Any field of the experiment may be set as in training, and takes precedence:
-    vla --config configs/vla_config.yaml --grad-accum 2. More: docs/vla_yaml.md
+    vla --config configs/vla_config.yaml --grad-accum 2. More: docs/from/vla_yaml.md
     """
 
     # The YAML config.

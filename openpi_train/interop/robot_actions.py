@@ -126,7 +126,7 @@ def check_action_dims(stored: "Stored", robot: Robot) -> None:
         raise UsageError(
             f"the actions of {stored.where} are {wanted.in_words()}; those of the experiment's robot, "
             f"{type(robot).__name__}, are {given.in_words()}: the robot would move otherwise than it was trained. Give "
-            "an experiment whose robot has the same relative dims (its delta_mask; docs/your_own_robot.md)"
+            "an experiment whose robot has the same relative dims (its delta_mask; docs/tutorials/my_robot.md)"
         )
 
 

@@ -254,7 +254,7 @@ def cudnn_problem(head_dim: int, dtype: DTypeLike, device: KnownDevice) -> str |
 
 def best_kind(heads: Collection[Heads], dtype: DTypeLike, device: KnownDevice) -> AttentionKind:
     """Who computes attention in training on `device` if `auto` leaves it open: cuDNN on Hopper, where full pi0 was seen
-    to train faster by it (docs/benchmarks.md, "One H200"), if it can compute all these heads; else XLA."""
+    to train faster by it (docs/understand/benchmarks.md, "One H200"), if it can compute all these heads; else XLA."""
     if not heads or not str(getattr(device, "compute_capability", "")).startswith("9."):
         return "xla"
     return "xla" if any(cudnn_problem(one.width, dtype, device) for one in heads) else "cudnn"

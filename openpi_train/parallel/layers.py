@@ -266,7 +266,8 @@ _cut_first.defvjp(
 
 def _stacked(gradients: tuple[Array, Array]) -> Array:
     """The gradients of the first layer and of the others, written before they are read: XLA would have the optimizer's
-    kernels read them one by one, which took an H200 three times as long as reading a stack (docs/benchmarks.md)."""
+    kernels read them one by one, which took an H200 three times as long as reading a stack
+    (docs/understand/benchmarks.md)."""
     first, later = gradients
     return jax.lax.optimization_barrier(jnp.concatenate([_in_order(first)[None], later]))
 

@@ -1,7 +1,7 @@
 """The strategies that a run's flags allow, and the cost of each per device.
 
-A common rule of thumb uses the parameter count instead (`docs/sharding.md`). Read next: `forecast.py`, which compares
-the times of those that fit.
+A common rule of thumb uses the parameter count instead (`docs/understand/sharding.md`). Read next: `forecast.py`, which
+compares the times of those that fit.
 """
 
 import dataclasses

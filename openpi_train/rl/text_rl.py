@@ -104,7 +104,7 @@ class TextRL(RLConfig):
         if not self.rewards:
             problems.append(
                 "completions have no reward: give --reward rewards.py:FUNCTION, or a name of "
-                "docs/reinforcement_learning.md, such as --reward 'regex:.*[0-9]'"
+                "docs/howto/reinforcement_learning.md, such as --reward 'regex:.*[0-9]'"
             )
         if self.reward_timeout_s <= 0:
             problems.append(f"--rl.reward-timeout-s {self.reward_timeout_s} must be above 0")

@@ -42,7 +42,7 @@ class WorldFlags:
 
     coordinator: str | None = None
     """Address of process 0 as host:port. The port must be free there. None, as with the next two: detected from RANK..,
-    Slurm, Open MPI or Kubernetes (docs/launching.md)."""
+    Slurm, Open MPI or Kubernetes (docs/howto/hosts.md)."""
     num_processes: int | None = None
     """Number of processes of the run."""
     process_id: int | None = None

@@ -32,7 +32,8 @@ class Setting:
     reason: str
     source: str
     seen: str = ""
-    """Of a flag: what programs compiled for 8 H100, not run, changed by it, per version of jax (docs/benchmarks.md)."""
+    """Of a flag: what programs compiled for 8 H100, not run, changed by it, per version of jax
+    (docs/understand/benchmarks.md)."""
 
 
 SETTINGS = (
@@ -51,7 +52,7 @@ SETTINGS = (
         "--xla_gpu_dot_merger_threshold_mb",
         "0",
         "products that share an input stay apart: as one, XLA would join their weights and cut the result, by copies",
-        "docs/benchmarks.md: what it changes in compiled steps and in decoding",
+        "docs/understand/benchmarks.md: what it changes in compiled steps and in decoding",
         "full pi0's bound falls from 222.6 to 221.1 ms with jax 0.10.2, from 224.6 to 220.3 with 0.12.0.1",
     ),
     Setting(

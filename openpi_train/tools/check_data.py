@@ -1,6 +1,7 @@
 """`data check`: a table of what is suspicious in datasets, before anyone trains on them.
 
-Read next: `data/check/fault_kinds.py` (robots' demonstrations), `data/check/text_kinds.py` (texts), docs/data_check.md.
+Read next: `data/check/fault_kinds.py` (robots' demonstrations), `data/check/text_kinds.py` (texts),
+docs/howto/check_data.md.
 """
 
 import contextlib
@@ -131,7 +132,7 @@ def _demonstrations_at(path: str) -> SourceConfig:
         return source_at(path)
     except FileNotFoundError as error:
         root = Path(path).expanduser()
-        texts = f"Texts are read from files of {', '.join(ENDINGS)} with columns of Text data (docs/text_data.md)"
+        texts = f"Texts are read from files of {', '.join(ENDINGS)} with columns of Text data (docs/howto/text_data.md)"
         files = [root] if root.is_file() else sorted(root.rglob("*")) if root.is_dir() else []
         other = next((file for file in files if file.suffix.lower() in _TABLES), None)
         if other is None:
@@ -143,7 +144,7 @@ def _demonstrations_at(path: str) -> SourceConfig:
 
 def _conversion(file: Path) -> str:
     """What to do with a file of another format."""
-    robots = "Demonstrations are read as RLDS, LeRobot, a zarr replay buffer or parquet (docs/data.md)"
+    robots = "Demonstrations are read as RLDS, LeRobot, a zarr replay buffer or parquet (docs/howto/data.md)"
     kind = file.suffix.lower()
     if kind in (".csv", ".tsv", ".xls", ".xlsx"):
         read = "read_excel" if kind.startswith(".xls") else "read_csv"

@@ -2,7 +2,7 @@
 
 Everything is written beside the target and read back before it gets its name, so a target is always complete.
 Read next: `checkpoints/checkpoint_formats.py` (the forms), `checkpoints/parity.py` (the comparison),
-`docs/exchange.md`.
+`docs/howto/convert.md`.
 """
 
 import dataclasses

@@ -48,8 +48,8 @@ class DataRequest(Request, abc.ABC):
 class Prepare(DataRequest):
     """Write an embedded dataset and its tokenizer: of the tabletop, or with `--name arithmetic` the arithmetic task.
 
-    Without flags: the dataset that this repository's experiments read under that name (docs/data.md). A run that needs
-    such a dataset also writes it.
+    Without flags: the dataset that this repository's experiments read under that name (docs/howto/data.md). A run that
+    needs such a dataset also writes it.
     """
 
     # Datasets' folder; None: $OPENPI_TRAIN_HOME/datasets.
@@ -226,7 +226,7 @@ class Check(DataRequest):
     """Look for faults in datasets before anyone trains on them: a table of all that is suspicious.
 
     Reads columns and texts as a whole, and some pictures. An interrupted check goes on where it was. Exit code 0 if
-    nothing is found, else 3. The kinds: docs/data_check.md.
+    nothing is found, else 3. The kinds: docs/howto/check_data.md.
     """
 
     # An experiment whose datasets are checked as its robots read them, or a dataset: RLDS, LeRobot, zarr, parquet; a

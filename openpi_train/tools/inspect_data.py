@@ -113,7 +113,7 @@ def _suspicious(name: str, source: Source, robot: Robot | None) -> str:
     """A line for each finding of `data check`, judged by as many pictures as are shown."""
     found = examine(ExaminedData(name=name, source=source, robot=robot, num_frames=_EPISODES * _FRAMES))
     lines = [finding.line() for finding in found] or ["nothing found"]
-    return "\n".join(["suspicious (docs/data_check.md)", *(f"  {line}" for line in lines), ""])
+    return "\n".join(["suspicious (docs/howto/check_data.md)", *(f"  {line}" for line in lines), ""])
 
 
 def contact_sheet(source: Source, episodes: list[int], frames: int) -> Image.Image:

@@ -153,7 +153,7 @@ class ConvertRequest(Request):
 
     Every key is accounted for, the result is read back, and its outputs are compared with the source's
     (TARGET/parity.json). Fields of the experiment's model may be set as in training: --experiment debug
-    --model.action-dim 8. `convert deepspeed FILE` shows a DeepSpeed config as flags. More: docs/exchange.md
+    --model.action-dim 8. `convert deepspeed FILE` shows a DeepSpeed config as flags. More: docs/howto/convert.md
     """
 
     # A checkpoint: a run's directory, a step's, one of another form; or gs://, s3://, hub:USER/NAME.

@@ -1,8 +1,8 @@
 """Writes a run's metrics on process 0: always `metrics.jsonl`, TensorBoard and wandb if requested.
 
 A number comes from what `Objective.loss` returns, from `Trainer.step` (`step.py`: of the update), from `Recorder`
-(`recorder.py`: times and rates) or from `Run.log` (`run.py`: the feed, memory, goodput). docs/metrics.md has each. Read
-next: `progress_report.py` (the same numbers on the terminal).
+(`recorder.py`: times and rates) or from `Run.log` (`run.py`: the feed, memory, goodput). docs/reference/metrics.md has
+each. Read next: `progress_report.py` (the same numbers on the terminal).
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Collects metrics of steps without waiting for the devices, and reads them once per log interval.
 
-Read next: `loop.py`, `metrics.py` (where the lines go), `docs/metrics.md` (what each number is).
+Read next: `loop.py`, `metrics.py` (where the lines go), `docs/reference/metrics.md` (what each number is).
 """
 
 import collections

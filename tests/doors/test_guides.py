@@ -73,7 +73,7 @@ def printed_commands(text: str) -> Iterator[str]:
 def commands(name: str, source: str) -> list[str]:
     guide = GUIDES[name]
     if source == "page":
-        found = (ROOT / "docs" / guide.page).read_text(encoding="utf-8")
+        found = (ROOT / "docs" / "from" / guide.page).read_text(encoding="utf-8")
         text = "\n".join(line for line in found.splitlines() if line.startswith("    "))
         least = guide.num_commands[1]
     else:

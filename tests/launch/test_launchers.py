@@ -174,9 +174,9 @@ def test_run_distributed_starts_what_launch_local_starts(capsys):
 def test_run_distributed_names_the_page_for_lines_of_other_tools():
     done = run_distributed("--nproc_per_nod", "4", "train.py")
     assert done.returncode == 2 and "unrecognized arguments: --nproc_per_nod 4 train.py" in done.stderr
-    assert done.stderr.endswith("the launch lines of other tools, and what they are here: docs/launching.md\n")
-    assert (ROOT / "docs" / "launching.md").is_file()
-    assert "docs/launching.md" in run_distributed("--mode", "manual").stderr
+    assert done.stderr.endswith("the launch lines of other tools, and what they are here: docs/howto/hosts.md\n")
+    assert (ROOT / "docs" / "howto" / "hosts.md").is_file()
+    assert "docs/howto/hosts.md" in run_distributed("--mode", "manual").stderr
     of_the_other_form = run_distributed("--nproc_per_node", "4", "train.py").stderr
     assert of_the_other_form.endswith("--config\n" + done.stderr.splitlines()[-1] + "\n")
 

@@ -67,7 +67,7 @@ def test_narrower_types_and_fewer_draws_take_less():
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_the_compiler_needs_about_as_much_for_each_row_more(remat):
     """XLA for CPUs copies what its products read, which in layers as small as these is half of one layer's work; XLA
-    for GPUs does not (docs/planning.md). So more is kept than computed with where the bound is narrow.
+    for GPUs does not (docs/understand/planning.md). So more is kept than computed with where the bound is narrow.
     """
     experiment = with_model(debug, remat=remat, dtype="float32")
     layout = prepare.whole_layout(experiment, ONE)

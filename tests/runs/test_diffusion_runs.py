@@ -23,7 +23,7 @@ LENGTH = ("--num-train-steps", str(STEPS))
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     # XLA for CPUs shares a convolution's sums out over as many threads as a process has devices, or cores if there are
-    # more; here as many in each (docs/numerics.md).
+    # more; here as many in each (docs/understand/numerics.md).
     return {"OPENPI_TRAIN_HOME": str(tmp_path_factory.mktemp("home")), "NPROC": "2"}
 
 

@@ -169,7 +169,9 @@ def test_a_run_that_has_only_begun_has_a_report_that_says_so(trained, tmp_path):
 
 
 def test_the_documented_experiment_acts():
-    block = re.search(r"```python\n(# a run that acts.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
+    block = re.search(
+        r"```python\n(# a run that acts.*?)```", (ROOT / "docs" / "howto" / "evaluate.md").read_text(), re.DOTALL
+    )
     assert block
     names: dict = {}
     exec(block[1], names)

@@ -15,7 +15,7 @@ from openpi_train.tools.run_files import RunFiles
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 # Two groups of four in a batch: with two processes each has its own, whose pictures the other never sees.
-# As many threads in every process, or convolutions add up in another order (docs/numerics.md).
+# As many threads in every process, or convolutions add up in another order (docs/understand/numerics.md).
 THREADS = {"NPROC": "4"}
 RUN = (WANDERING, "--rl.mixed-only", "--rl.max-waves", "2")
 # What depends on the machine.

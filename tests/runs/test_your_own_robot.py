@@ -1,4 +1,4 @@
-"""docs/your_own_robot.md from its first file to its last command, as a user would: only the sizes are smaller."""
+"""docs/tutorials/my_robot.md from its first file to its last command, as a user would: only the sizes are smaller."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from command import ROOT, environment
 from PIL import Image
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-PAGE = ROOT / "docs" / "your_own_robot.md"
+PAGE = ROOT / "docs" / "tutorials" / "my_robot.md"
 SMALL = ("--num-train-steps", "3", "--batch-size", "4", "--eval.interval", "0", "--save-interval", "3")
 SMALL_ACT = ("--model.image-height", "16", "--model.image-width", "16", "--model.backbone-widths", "8")
 SMALL_ACT += ("--model.dim-model", "16", "--model.dim-feedforward", "16", "--model.n-encoder-layers", "1")

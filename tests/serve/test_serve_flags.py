@@ -8,7 +8,7 @@ from openpi_train import cli
 from openpi_train.serve import main
 from openpi_train.serve.request import ServeRequest
 
-# What docs/serving.md and `serve --help` promise where a flag is not given.
+# What docs/howto/serve.md and `serve --help` promise where a flag is not given.
 DEFAULTS = {
     "experiment": None,
     "dataset": None,

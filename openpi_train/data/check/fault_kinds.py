@@ -1,7 +1,7 @@
 """All kinds of faults that `data check` looks for in robots' demonstrations, in the order of the table.
 
 To add one, write a function from `ExaminedData` to findings, put it into `KINDS`, and describe it in
-`docs/data_check.md`.
+`docs/howto/check_data.md`.
 Faults that are found while a dataset is read are told by its reader. Read next: `number_kinds.py`,
 `following_kinds.py`, `episode_kinds.py`, `picture_kinds.py`, `text_kinds.py` (those of texts).
 """

@@ -25,7 +25,7 @@ def how_to_write(missing: str | Path) -> str:
     name = dataset_name(missing)
     if name is None:
         return ""
-    return f" `python -m openpi_train data prepare --name {name}` writes it (docs/data.md has the flags of each)."
+    return f" `python -m openpi_train data prepare --name {name}` writes it (docs/howto/data.md has the flags of each)."
 
 
 def lerobot(repo_id: str) -> str:

@@ -70,7 +70,7 @@ def _of_dims(
             f"If they are the same dims, name them alike: --data.datasets.{number}.robot.{what}-dims {' '.join(wanted)}"
         )
     else:
-        how = "Write a robot that gives them in one order (docs/your_own_robot.md)"
+        how = "Write a robot that gives them in one order (docs/tutorials/my_robot.md)"
     yield (
         f"{what} dim {place} of {name} is {found[place]!r}, and of {other} {wanted[place]!r}: the model would learn "
         f"both as one ({', '.join(found)} and {', '.join(wanted)}). {how}; or, if each robot is to keep its own dims, "

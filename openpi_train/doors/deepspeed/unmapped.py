@@ -53,7 +53,7 @@ _KEYS: Mapping[str, str] = {
     "every start checks collectives with a sum over all devices": "zero_optimization.enable_sanity_checks",
     "all our optimizers support sharding": "zero_allow_untested_optimizer",
     "the update is computed on the devices, also for state in host memory": "zero_force_ds_cpu_optimizer",
-    "the model determines which activations are float16 (docs/numerics.md)": "fp16.auto_cast",
+    "the model determines which activations are float16 (docs/understand/numerics.md)": "fp16.auto_cast",
     "patience is restored when the scale grows, as by DeepSpeed's default": "fp16.consecutive_hysteresis",
     "XLA chooses the kernel": "fp16.fused_mode optimizer.params.torch_adam optimizer.legacy_fusion",
     "parameters and gradients are float32": "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",

@@ -17,7 +17,7 @@ from openpi_train.launch.spec import DEFAULT_PORT
 
 # Options of `posttrain` that replace the config's values.
 _REPLACING = ("output_dir", "experiment_name", "resume_from_checkpoint")
-PAGE = "docs/launching.md"
+PAGE = "docs/howto/hosts.md"
 # Options that the older tool's `--mode` form has, too.
 _OF_BOTH = ("--node-rank", "--master-addr", "--master-port", "--devices-per-process", "--dry-run", "--output-dir")
 

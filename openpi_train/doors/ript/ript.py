@@ -47,7 +47,7 @@ _LINKS = {
     "{base}/checkpoints/checkpoint_latest": "latest",
 }
 _GUIDES_POLICY = ("output", "tabletop_few", "quick_distributed_test")
-# Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/reinforcement_learning.md).
+# Flow-SDE's eta: with less noise outcomes differ mainly by what is not scored (docs/howto/reinforcement_learning.md).
 _NOISE = 1.0
 
 

@@ -146,7 +146,7 @@ def _robot(dataset: Dataset, translated: TranslatedVla) -> Robot:
         if wanted is not None and wanted != len(names):
             raise UsageError(
                 f"{key} is {wanted}, and the {name} robot has {len(names)} ({', '.join(names)}): name an experiment "
-                "with your robot, --experiment FILE.py:NAME (docs/your_own_robot.md)"
+                "with your robot, --experiment FILE.py:NAME (docs/tutorials/my_robot.md)"
             )
     slots = dict(robot.cameras)
     if translated.cameras is None or translated.cameras == len(slots):
@@ -154,7 +154,7 @@ def _robot(dataset: Dataset, translated: TranslatedVla) -> Robot:
     if translated.cameras > len(slots):
         raise UsageError(
             f"use_aux_camera is true, and the {name} robot has one camera ({', '.join(slots)}): name an experiment "
-            "with your robot, --experiment FILE.py:NAME (docs/your_own_robot.md)"
+            "with your robot, --experiment FILE.py:NAME (docs/tutorials/my_robot.md)"
         )
     return dataclasses.replace(robot, cameras=dict(list(slots.items())[: translated.cameras]))
 

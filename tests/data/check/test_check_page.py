@@ -1,4 +1,4 @@
-"""docs/data_check.md has a line, with an example, for every kind of finding in the tree."""
+"""docs/howto/check_data.md has a line, with an example, for every kind of finding in the tree."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def rows() -> dict[str, tuple[bool, list[str]]]:
     """Of each kind on the page: whether it is marked as told at every opening, and its other cells."""
-    text = (ROOT / "docs" / "data_check.md").read_text()
+    text = (ROOT / "docs" / "howto" / "check_data.md").read_text()
     lines = [line.strip("|").split("|") for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
     cells = [[cell.strip() for cell in line] for line in lines if not set(line[0]) <= set("- ")]
     return {first.removesuffix(" *"): (first.endswith(" *"), rest) for first, *rest in cells if first != "kind"}

@@ -59,7 +59,7 @@ def _vector(columns: Mapping[str, tuple[str, tuple[int, ...]]], names: Sequence[
     there = ", ".join(f"{name} {list(shape)}" for name, (_, shape) in sorted(columns.items()))
     raise ValueError(
         f"{path} has no array {' or '.join(names)} with a row of numbers per step; it has {there}. For a robot whose "
-        "state or action is made up of others write a class (docs/your_own_robot.md)"
+        "state or action is made up of others write a class (docs/tutorials/my_robot.md)"
     )
 
 
