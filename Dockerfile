@@ -4,7 +4,7 @@
 #   docker build --tag trainer:cuda13 --build-arg EXTRAS=cuda13,hub,lerobot,serve .
 #
 # CUDA's libraries come with jax's wheels: the host needs the NVIDIA driver and its container toolkit alone.
-ARG PYTHON=3.11
+ARG PYTHON=3.13
 FROM python:${PYTHON}-slim
 
 WORKDIR /opt/openpi_train

@@ -1,19 +1,24 @@
-# Everything a fresh machine needs is done by `make train` and `make test`: both create .venv first.
-PYTHON ?= python3.11
+# Everything a fresh machine needs is done by `make train` and `make test`: both create .venv first, with the newest
+# Python here that the suite has run on. pyenv shows a version only to who asks for it.
+python = $(shell PYENV_VERSION=$(1) python$(1) -c 'import sys; print(sys.executable)' 2>/dev/null)
+PYTHON ?= $(or $(call python,3.13),$(call python,3.12),$(OLDEST),python3)
+OLDEST ?= $(call python,3.11)
 VENV := .venv
 BIN := $(VENV)/bin
+comma := ,
 
-NEWEST ?= python3.13
+# install FOLDER EXTRAS: the package in editable form, with the exact versions that the folder's Python can have.
+versions = $$($(1)/bin/python -c 'import sys; print("constraints.txt" if sys.version_info >= (3, 12) else "constraints-oldest.txt")')
+install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(versions) --editable '.[$(2)]'
 
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants newest packages lint docs dist gpu-compile gpu bench clean
+.PHONY: train demo test test-release quick mutants oldest packages lint docs dist gpu-compile gpu bench clean
 .PHONY: gpu-tests gpu-steps gpu-loops gpu-policies gpu-others gpu-serving gpu-checkpoint gpu-run
 
-# The environment: exact versions from constraints.txt, the package itself in editable form.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
+	$(call install,$(VENV),dev)
 	touch $@
 
 $(BIN)/python:
@@ -63,11 +68,14 @@ test:
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
 
-# The quick suite on the newest Python and jax, in an environment of its own.
-newest:
-	test -x .venv-newest/bin/python || $(NEWEST) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt --editable '.[dev]'
-	.venv-newest/bin/python -m pytest -m 'not slow and not multiprocess'
+# The quick suite on the oldest Python and jax, in an environment of its own.
+oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	test -x .venv-oldest/bin/python || $(OLDEST) -m venv .venv-oldest
+	$(call install,.venv-oldest,dev)
+	touch $@
 
 # The whole suite in earnest, in an environment of its own (docs/understand/testing.md): an XLA_FLAGS that is set, though empty, keeps
 # tests/conftest.py from telling XLA to spare effort; TensorFlow, which wants an older h5py, reads what our RLDS reader
@@ -75,7 +83,7 @@ newest:
 RELEASE := .venv-release
 test-release:
 	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
-	grep -v '^h5py==' constraints.txt > $(RELEASE)/constraints.txt
+	grep -v '^h5py==' $(call versions,$(RELEASE)) > $(RELEASE)/constraints.txt
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(RELEASE)/constraints.txt --editable '.[dev,rlds-check]'
 	$(RELEASE)/bin/python -c 'import tensorflow; from benchmarks import openpi_peer; openpi_peer.environment()'
 	XLA_FLAGS= OPENPI_TRAIN_INSTALL_PACKAGES=1 $(RELEASE)/bin/python -m pytest $(IN_WORKERS)
@@ -107,7 +115,7 @@ GPU_SETS ?= openpi families tight strategies attention programs sampling layers
 GPU_COMPILATIONS ?= $(shell nproc)
 gpu-compile:
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev,cuda12]'
+	$(call install,$(GPU),dev$(comma)cuda12)
 	JAX_PLATFORMS=cpu $(GPU)/bin/python -m benchmarks gpu_compile --sets $(GPU_SETS) --processes $(GPU_COMPILATIONS) --json $(GPU)/gpu_compile.json
 
 # What a GPU says, in pieces of less than ten minutes each (docs/understand/benchmarks.md); tables and traces go to $(GPU_OUT). Without
@@ -120,7 +128,7 @@ GPU_CUDA ?= cuda12
 PIECE = timeout --signal INT 590
 gpu:
 	test "$(GPU_PYTHON)" != $(GPU)/bin/python || test -x $(GPU_PYTHON) || $(PYTHON) -m venv $(GPU)
-	test "$(GPU_PYTHON)" != $(GPU)/bin/python || $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,$(GPU_CUDA)]'
+	test "$(GPU_PYTHON)" != $(GPU)/bin/python || $(call install,$(GPU),dev$(comma)$(GPU_CUDA))
 	@JAX_PLATFORMS=cuda $(GPU_PYTHON) -c 'import jax; jax.devices()' >/dev/null 2>&1 || { \
 	echo "make gpu: $(GPU_PYTHON) finds no GPU; JAX_PLATFORMS=cuda $(GPU_PYTHON) -c 'import jax; jax.devices()' says why."; \
 	echo "Without a GPU, make gpu-compile compiles for GPUs."; exit 2; } >&2

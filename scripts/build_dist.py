@@ -187,7 +187,8 @@ def tried(wheel: Path, folder: Path) -> None:
     python, work = folder / "environment" / "bin" / "python", folder / "work"
     work.mkdir(parents=True)
     _run([sys.executable, "-m", "venv", str(folder / "environment")], folder)
-    install = ["install", "--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt")]
+    versions = ROOT / ("constraints.txt" if sys.version_info >= (3, 12) else "constraints-oldest.txt")
+    install = ["install", "--quiet", "--disable-pip-version-check", "--constraint", str(versions)]
     _run([str(python), "-m", "pip", *install, str(wheel)], work)
     # Nothing of this checkout, nor of an earlier run.
     variables = {"OPENPI_TRAIN_HOME": str(folder / "home"), "PYTHONNOUSERSITE": "1", "JAX_PLATFORMS": "cpu"}

@@ -5,10 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOW, DOCKERFILE = ROOT / ".github" / "workflows" / "check.yml", ROOT / "Dockerfile"
@@ -76,3 +79,21 @@ def test_the_image_copies_what_is_there_and_what_is_not_ignored():
     extras = re.findall(r"EXTRAS=(\S+)", DOCKERFILE.read_text())
     known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert {extra for words in extras for extra in words.split(",")} <= set(known)
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-oldest.txt"])
+def test_every_requirement_of_the_tests_has_an_exact_version_that_it_allows(file):
+    lines = (ROOT / file).read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"] + project["optional-dependencies"]["dev"]):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+def test_the_image_the_workflow_and_make_use_the_same_python():
+    (image,) = re.findall(r"^ARG PYTHON=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    (workflow,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    first = re.search(r"^PYTHON \?= .*?python,([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert first is not None and image == workflow == first[1]

@@ -7,7 +7,6 @@ limited time and memory (`template_process.py`). Read next: `text_encoder.py`.
 import dataclasses
 import datetime
 import functools
-import importlib.util
 import json
 import re
 import types
@@ -17,7 +16,6 @@ from typing import Any
 
 from openpi_train.data.text import template_process
 from openpi_train.data.text.message_content import Message, MessageForm
-from openpi_train.runtime.exits import UsageError
 
 # Variables of a template by name. They are passed as one mapping, so that no name is also one of our arguments'.
 Variables = Mapping[str, Any]
@@ -65,7 +63,7 @@ class ChatTemplate:
     Args: `name` is for messages; `special_tokens` are variables of the template (`bos_token`, ...); `today` is the date
     that `strftime_now` writes, fixed so that the same conversation always gives the same text.
 
-    It is compiled when it is first used, because only conversations need it, and jinja2.
+    It is compiled when it is first used, because only conversations need it.
     """
 
     source: str
@@ -89,16 +87,14 @@ class ChatTemplate:
         return template
 
     def compiled(self) -> None:
-        """Compile it. Raises ValueError if it is not valid jinja, UsageError if jinja2 is not installed."""
+        """Compile it. Raises ValueError if it is not valid jinja."""
         self._ask(None)
 
     def _ask(self, given: Variables | None) -> str:
         """The text with these variables; with None it is only compiled.
 
-        Raises ValueError, UsageError, or DataError if it takes too much time or memory.
+        Raises ValueError, or DataError if it takes too much time or memory.
         """
-        if importlib.util.find_spec("jinja2") is None:
-            raise UsageError("chat templates need jinja2: pip install 'openpi_train[text]'")
         try:
             kind, text = template_process.SHARED.ask(self.source, self.name, self.today, given)
         except RecursionError as error:  # while it is sent
@@ -192,7 +188,7 @@ class ChatTemplate:
 
 def answer(source: str, name: str, today: datetime.date, given: Variables | None) -> tuple[str, str]:
     """The rendered text ("text"), or why there is none ("error"). For the process of limited time and memory."""
-    import jinja2  # pyright: ignore[reportMissingImports] (an extra)
+    import jinja2
 
     try:
         compiled = _compiled(source, name, today)
@@ -228,8 +224,8 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 @functools.lru_cache
 def _compiled(source: str, name: str, today: datetime.date) -> Any:
     """The jinja template, in an environment set up as transformers' is (`utils/chat_template_utils.py`)."""
-    import jinja2  # pyright: ignore[reportMissingImports] (an extra)
-    from jinja2 import ext, nodes, sandbox  # pyright: ignore[reportMissingImports]
+    import jinja2
+    from jinja2 import ext, nodes, sandbox
 
     class GenerationBlocks(ext.Extension):
         """`{% generation %}` ... `{% endgeneration %}`: the block between two variables, which may be undefined."""
