@@ -54,23 +54,29 @@ IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -
 WAITING := tests/hosts tests/launch tests/slurm tests/runs/test_lost_peers.py tests/test_fault_drill.py $(patsubst %,tests/runtime/test_%.py,agree selftest session)
 SUITE := OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python -m pytest
 
-# Debian's packages wait for the network, and are installed beside the environment.
+# Where the oldest Python is here, too, what meets jax most also runs there: `make oldest` runs all quick tests.
+BESIDE := $(and $(OLDEST),$(filter-out $(OLDEST),$(PYTHON)),.venv-oldest/.installed)
+MEETS_JAX := $(patsubst %,tests/%,nn parallel models objectives optim sampling training checkpoints)
+
+# Debian's packages wait for the network, and are installed beside the environments.
 test:
-	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed packages
+	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed packages $(BESIDE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(BIN)/pyright > $(VENV)/pyright.txt 2>&1 & types=$$!; \
 	$(SUITE) $(WAITING) > $(VENV)/waiting.txt 2>&1 & waiting=$$!; \
 	$(SUITE) $(IN_WORKERS) $(WAITING:%=--ignore=%); code=$$?; \
 	wait $$waiting || code=1; echo tests that wait: && cat $(VENV)/waiting.txt; \
-	wait $$types || code=1; echo pyright: && cat $(VENV)/pyright.txt; exit $$code
+	wait $$types || code=1; echo pyright: && cat $(VENV)/pyright.txt; \
+	test -z "$(BESIDE)" || $(QUICK_ON_OLDEST) $(MEETS_JAX) || code=1; exit $$code
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
 
 # The quick suite on the oldest Python and jax, in an environment of its own.
+QUICK_ON_OLDEST := .venv-oldest/bin/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
 oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -m 'not slow and not multiprocess' $(IN_WORKERS)
+	$(QUICK_ON_OLDEST)
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	test -x .venv-oldest/bin/python || $(OLDEST) -m venv .venv-oldest
