@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
+import yaml
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,13 +25,26 @@ def on_files(files: Files, config, **_) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """mkdocs' hook: the page of files gets its list; links between docs and results, and the source of a result."""
+    """mkdocs' hook: the lists of files and of results; links between docs and results, and the source of a result."""
     if page.file.src_uri == "reference/files.md":
         return f"{markdown}\n{files()}"
+    if page.file.src_uri == "understand/benchmarks.md":
+        markdown = f"{markdown}\n{results()}"
     if page.file.src_uri.startswith("results/"):
         source = f"{page.meta['date']}, {page.meta['hardware']}, commit {page.meta['commit']}: `{page.meta['command']}`"
         return markdown.replace("](../../docs/", "](../") + f"\n\n{source}\n"
     return markdown.replace("](../../benchmarks/results/", "](../results/")
+
+
+def results() -> str:
+    """Every result of a benchmark by its title, with hardware and date; those of the same hardware are together."""
+    lines = []
+    for result in sorted(RESULTS.glob("*.md")):
+        _, top, body = result.read_text().split("---\n", 2)
+        source, title = yaml.safe_load(top), body.strip().splitlines()[0].removeprefix("# ")
+        lines.append((source["hardware"], f"[{title}](../results/{result.name})", source["date"]))
+    rows = [f"| {title} | {hardware} | {date} |" for hardware, title, date in sorted(lines)]
+    return "\n".join(["| result | hardware | date |", "|---|---|---|", *rows])
 
 
 def files() -> str:

@@ -41,6 +41,9 @@ def test_every_page_is_in_the_site_and_nothing_is_loaded_from_the_network(tmp_pa
     assert "Rows per optimizer step, over all devices." in configuration
     assert "merge low-rank factors into the weights" in api
     assert "<code>loop.py</code>" in files
+    benchmarks = (site / "understand" / "benchmarks.html").read_text()
+    results = {file.stem for file in (ROOT / "benchmarks" / "results").glob("*.md")}
+    assert results == set(re.findall(r'href="\.\./results/(\w+)\.html"', benchmarks))
 
 
 @pytest.mark.parametrize(
