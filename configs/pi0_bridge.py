@@ -29,7 +29,7 @@ pi0_bridge_traj = Experiment(
 """Full pi0 (3.2 B parameters) on BridgeData V2 trajectories: chunks of 50 poses relative to the current one.
 
 Command: python -m openpi_train pi0_bridge_traj --exp-name x --fsdp-devices 8
-Hardware: 62 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
+Hardware: 66 GiB for state, gradients and bfloat16 copy; one 141 GB GPU, or several with --fsdp-devices.
 Time: 0.32 s per step of 32 rows on one H200, 42.6 % MFU (2026-11-26, jax 0.11.2, commit 37bccb1,
 command python -m benchmarks gpu_steps --sets pi0). Result: not yet measured.
 """
