@@ -67,7 +67,7 @@ def _print_flags(flags: Mapping[str, argparse.Action], *, whole: bool) -> None:
     for name, action in flags.items():
         print(f"  {'--' + name} {action.metavar or ''}".rstrip())
         text, _, default = str(action.help or "").rpartition(" (default: ")
-        text = text or str(action.help or "")
+        text = (text or str(action.help or "")).replace("%%", "%")  # argparse would format it
         if not whole:  # the first sentence
             text = text.split(". ")[0].rstrip(".;") + "."
         if default:

@@ -127,6 +127,11 @@ def load_policy(
 def choose_dataset(run: Experiment, wanted: int | str | None) -> Dataset:
     """The dataset whose robot and norm stats are used. Raises UsageError if that is ambiguous."""
     datasets = run.demonstrations.datasets
+    if not datasets:
+        raise UsageError(
+            f"{run.name} has no dataset, and so no robot, in whose units it would act: give the run's directory, or "
+            "`--experiment` with one that has the robot"
+        )
     listing = ", ".join(f"{n} ({one.asset}, {type(one.robot).__name__})" for n, one in enumerate(datasets))
     if isinstance(wanted, str):
         found = [one for one in datasets if one.asset == wanted]

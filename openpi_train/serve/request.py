@@ -29,7 +29,8 @@ def _numbers(text: str) -> tuple[float, ...]:
 class ServeRequest(Request):
     """Serve a checkpoint: a robot policy over openpi's websocket protocol, a language model over OpenAI's HTTP API.
 
-    The port opens once everything is compiled; SIGTERM finishes running requests and exits. See docs/howto/serve.md.
+    The port opens at once, and says "starting" until everything is compiled. SIGTERM finishes running requests and
+    exits. See docs/howto/serve.md.
     """
 
     # A run's directory, the directory of a step in it, its `best`, or another checkpoint, such as hub:USER/NAME.

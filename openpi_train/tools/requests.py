@@ -335,7 +335,7 @@ class ReportRequest(Request):
     """Write one HTML file about one or several runs.
 
     Curves, time, memory against the plan, norm stats, batches, evaluations with videos, environment. It needs no other
-    file and no network. EvaluationContext runs can be reported, too.
+    file and no network. A run that has not ended can be reported, too.
     """
 
     # A run's directory, or several.
@@ -356,7 +356,7 @@ class ReportRequest(Request):
 class RunsRequest(Request):
     """List all runs below a folder: state, last step and loss, best held-out loss, speed, and how long ago they wrote.
 
-    EvaluationContext runs are listed, too. With --diff: the settings in which two runs differ.
+    Runs that have not ended are listed, too. With --diff: the settings in which two runs differ.
     """
 
     # The folder; its runs may lie at any depth.

@@ -29,9 +29,17 @@ def how_to_write(missing: str | Path) -> str:
 
 
 def lerobot(repo_id: str) -> str:
-    """The folder where LeRobot, and openpi with it, keeps the dataset of this name from the Hugging Face hub."""
+    """The folder where LeRobot, and openpi with it, keeps the dataset of this name from the Hugging Face hub.
+
+    LeRobot 0.6 downloads into a cache with a folder for each revision, of which this is the newest; a folder of the
+    dataset's name, which older releases and `hf download --local-dir` make, comes first.
+    """
     hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return str(Path(os.environ.get("HF_LEROBOT_HOME") or f"{hub}/lerobot") / repo_id)
+    home = Path(os.environ.get("HF_LEROBOT_HOME") or f"{hub}/lerobot")
+    revisions = home.expanduser() / "hub" / f"datasets--{repo_id.replace('/', '--')}" / "snapshots"
+    if (home.expanduser() / repo_id).is_dir() or not revisions.is_dir():
+        return str(home / repo_id)
+    return str(max(revisions.iterdir(), key=lambda revision: revision.stat().st_mtime, default=home / repo_id))
 
 
 def openpi_assets(checkpoint: str, asset_id: str) -> str:
