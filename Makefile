@@ -36,7 +36,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m benchmarks demo --out checkpoints/demo
 	$(BIN)/python -m openpi_train arithmetic_sft --exp-name demo --overwrite
 	@echo "The language model has 0.13 M parameters and 800 steps: it answers about half of such sums right (51 % of 1,100"
-	@echo "held-out ones, docs/howto/language_runs.md). So some of these 8 answers to one sum are wrong:"
+	@echo "held-out ones, docs/howto/language_models.md). So some of these 8 answers to one sum are wrong:"
 	$(BIN)/python -m openpi_train generate checkpoints/arithmetic_sft/demo --prompt '27+48=' --samples 8 --max-new-tokens 8
 
 lint: $(VENV)/.installed

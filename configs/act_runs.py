@@ -1,6 +1,6 @@
 """ACT: action chunking with transformers on ALOHA's simulated tasks as LeRobot trains it, and on the embedded tabletop.
 
-docs/understand/act.md compares fields and numbers.
+docs/understand/robot_policies.md compares fields and numbers.
 """
 
 from openpi_train.data.core import cache_folders

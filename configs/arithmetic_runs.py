@@ -1,7 +1,7 @@
 """Small runs on the embedded arithmetic task (`data/text/arithmetic.py`), written at first use: no download, no GPU.
 
 Supervised training imitates demonstrations of which most forget the carry; the reward model, DPO and KTO start from its
-result and learn from pairs of a right and a wrong answer. docs/howto/language_runs.md has the commands in order.
+result and learn from pairs of a right and a wrong answer. docs/howto/language_models.md has the commands in order.
 """
 
 import dataclasses

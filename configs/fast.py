@@ -2,7 +2,7 @@
 
 A FAST processor turns action chunks into tokens: the published one comes from the Hugging Face hub, or from a copy of
 its directory with --model.fast-tokenizer; that of the small runs is fitted by `data fit-fast`
-(docs/understand/pi0_fast.md).
+(docs/understand/robot_policies.md).
 """
 
 import dataclasses

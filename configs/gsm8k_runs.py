@@ -2,7 +2,7 @@
 
 Each experiment exists for the four models of `published_models.py`; --model.path names another. Another dataset of
 TRL's types: --data.datasets.0.path PATH, with --data.datasets.0.columns for other names of columns, and --data.kind.
-Learning rates are usual ones for these sizes, not tuned. docs/howto/language_runs.md has the commands in order.
+Learning rates are usual ones for these sizes, not tuned. docs/howto/language_models.md has the commands in order.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """SmolVLA on BridgeData V2 with LeRobot's settings, and a small one on the embedded tabletop.
 
-docs/understand/smolvla.md compares fields and numbers.
+docs/understand/robot_policies.md compares fields and numbers.
 """
 
 import dataclasses
@@ -65,5 +65,5 @@ tabletop_smolvla = dataclasses.replace(
 
 Command: python -m openpi_train tabletop_smolvla --exp-name x
 Hardware: 2 CPU cores. Result: 76 of 100 held-out episodes; 5 CPU minutes with the dataset (one seed;
-2026-11-26, commit 5e3ede6; docs/understand/smolvla.md).
+2026-11-26, commit 5e3ede6; docs/understand/robot_policies.md).
 """

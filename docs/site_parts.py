@@ -15,6 +15,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("openpi_train", "configs", "benchmarks")
 RESULTS = ROOT / "benchmarks" / "results"
+# A class that a page of the reference names, with its file.
+CLASS = re.compile(r"\[`(\w+)`\]\(\.\./\.\./(openpi_train/[\w/]+)\.py\)")
 
 
 def on_files(files: Files, config, **_) -> Files:
@@ -28,6 +30,8 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     """mkdocs' hook: the lists of files and of results; links between docs and results, and the source of a result."""
     if page.file.src_uri == "reference/files.md":
         return f"{markdown}\n{files()}"
+    if page.file.src_uri == "reference/configuration.md":
+        return with_fields(markdown)
     if page.file.src_uri == "understand/benchmarks.md":
         markdown = f"{markdown}\n{results()}"
     if page.file.src_uri.startswith("results/"):
@@ -57,6 +61,15 @@ def files() -> str:
             tables.setdefault(file.parent.relative_to(ROOT), []).append(line)
     head = "| file | what |\n|---|---|"
     return "\n\n".join("\n".join([f"## {folder}/\n", head, *lines]) for folder, lines in tables.items())
+
+
+def with_fields(markdown: str) -> str:
+    """The page with a section for every class that it names, to which the name leads."""
+    full_names = {found[0]: f"{found[2].replace('/', '.')}.{found[1]}" for found in CLASS.finditer(markdown)}
+    for link, name in full_names.items():
+        markdown = markdown.replace(link, f"[`{name.rpartition('.')[2]}`](#{name})")
+    sections = [f"::: {name}\n    options: {{members: false, show_signature: false}}" for name in full_names.values()]
+    return "\n\n".join([markdown, "## Fields", *sections])
 
 
 def first_sentence(docstring: str) -> str:

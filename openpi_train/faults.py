@@ -149,8 +149,8 @@ def codes_with(*restarts: Restart) -> list[int]:
 
 def as_markdown() -> str:
     """The table of docs/reference/exit_codes.md."""
-    rows = ["| code | cause | meaning | what to do | a launcher |", "|---|---|---|---|---|", "| 0 | | done | | |"]
+    rows = ["| code, cause | meaning | what to do | a launcher |", "|---|---|---|---|", "| 0 | done | | |"]
     for fault in (*FAULTS, KILLED):
         code = "128 + n" if fault is KILLED else str(fault.code)
-        rows.append(f"| {code} | {fault.cause} | {fault.meaning} | {fault.remedy} | {fault.restart.value} |")
+        rows.append(f"| {code}, {fault.cause} | {fault.meaning} | {fault.remedy} | {fault.restart.value} |")
     return "\n".join(rows)

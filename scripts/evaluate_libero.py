@@ -4,7 +4,7 @@
 
 It needs Python 3.8 or later, LIBERO, numpy, msgpack and websockets, and nothing of openpi_train. The policy is at the
 other end of openpi's websocket protocol: `python -m openpi_train serve RUN`, or openpi's own server.
-`docs/howto/libero.md` tells how to use it.
+`docs/howto/evaluate.md` tells how to use it.
 
 What is sent and done is as in openpi's `examples/libero/main.py`: published initial states in their order, ten control
 steps in which objects fall, both pictures turned by 180 degrees, five actions of each chunk. Interface and names are
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Problem as error:
         return told(str(error))
     except ImportError as error:
-        return told(f"{error}: run it in the environment in which LIBERO is installed (docs/howto/libero.md)")
+        return told(f"{error}: run it in the environment in which LIBERO is installed (docs/howto/evaluate.md)")
     print(table(results))
     return 0
 

@@ -145,7 +145,8 @@ def test_what_is_not_there_is_named_with_what_is(base, capsys, tmp_path):
 
 
 def test_the_documented_line_prints_a_metric_by_step(base):
-    (line,) = re.findall(r"^    (python -c .*)$", (DOCS / "reference" / "metrics.md").read_text(), re.MULTILINE)
+    page = (DOCS / "reference" / "metrics.md").read_text().replace("\\\n", "")
+    (line,) = re.findall(r"^    (python -c .*)$", page, re.MULTILINE)
     program = shlex.split(line)[2].replace(
         "checkpoints/pi0_bridge_traj_tiny/first_run", str(base / "debug" / "stopped")
     )

@@ -1,7 +1,7 @@
 """The config of the PaliGemma policy with a flow-matching head (S4's VLA): sizes, transforms and frozen parameters.
 
 Its backbone is published PaliGemma's (224, 448 or 896 pixels); `models/paligemma/paligemma_torch.py` reads its files.
-Read next: `paligemma_network.py`, `docs/understand/paligemma.md`.
+Read next: `paligemma_network.py`, `docs/understand/robot_policies.md`.
 """
 
 import dataclasses

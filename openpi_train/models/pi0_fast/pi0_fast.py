@@ -1,7 +1,7 @@
 """The config of pi0-FAST: sizes, published names, frozen parameters and transforms.
 
 Field names and defaults are openpi's where openpi has the field. Read next: `pi0_fast_network.py`,
-`data/robot/action_prompt.py` for the tokens of a row, `docs/understand/pi0_fast.md`.
+`data/robot/action_prompt.py` for the tokens of a row, `docs/understand/robot_policies.md`.
 """
 
 import dataclasses
