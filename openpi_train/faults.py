@@ -122,7 +122,7 @@ FAULTS = (
         Restart.SAME_HOSTS,
     ),
     Fault("user", INTERRUPTED, "Ctrl-C", "nothing was saved"),
-    Fault("user", CLOSED_OUTPUT, "nobody reads the output any more, as after `| head`; nothing is said", ""),
+    Fault("user", CLOSED_OUTPUT, "nobody reads the output any more, as after a pipe to `head`; nothing is said", ""),
 )
 # Ctrl-C and a closed output apart, which stand above.
 KILLED = Fault(
