@@ -60,7 +60,7 @@ pi05_bridge = Experiment(
 """pi0.5 (3.4 B parameters, state in the prompt, quantile normalisation) on BridgeData V2's own pose deltas.
 
 Command: python -m openpi_train pi05_bridge --exp-name x --fsdp-devices 8
-Hardware: 64 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
+Hardware: 69 GiB for state, gradients and bfloat16 copy. Time and result: not yet measured.
 """
 
 pi05_bridge_lora = dataclasses.replace(

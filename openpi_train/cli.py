@@ -96,7 +96,7 @@ def _train(name: str, argv: Sequence[str]) -> int:
 
 
 def list_experiments(argv: Sequence[str]) -> int:
-    """`list`: list every experiment with the first line of its description."""
+    """`list`: list every experiment with the first sentence of its description."""
     from openpi_train import registry
     from openpi_train.command_line import parse
     from openpi_train.tools.requests import ListRequest

@@ -45,8 +45,9 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """The description's first line."""
-        return self.description.strip().split("\n", 1)[0]
+        """The description's first sentence, in one line."""
+        paragraph = " ".join(self.description.strip().split("\n\n")[0].split())
+        return re.split(r"(?<=[^.]\.) (?=[A-Z])", paragraph)[0]
 
 
 class UnknownName(ValueError):

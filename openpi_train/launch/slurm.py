@@ -64,9 +64,11 @@ class Slurm(Launch):
     file: Path | None = option("the file to write (default: <output dir>/<job name>.sh)", None)
     venv: Path | None = option("virtual environment to activate (default: the Python that runs this)", None)
     container: str | None = option("container image; its `python` must have the package", None, metavar="IMAGE")
-    container_runtime: str = option(None, "pyxis", choices=_CONTAINER_RUNTIMES)
-    container_mount: tuple[str, ...] = option("may be repeated", (), metavar="SOURCE:TARGET")
-    sbatch_arg: tuple[str, ...] = option("may be repeated: --sbatch-arg=--exclusive", ())
+    container_runtime: str = option("what starts the container (%(default)s)", "pyxis", choices=_CONTAINER_RUNTIMES)
+    container_mount: tuple[str, ...] = option(
+        "a folder of the host in the container; may be repeated", (), metavar="SOURCE:TARGET"
+    )
+    sbatch_arg: tuple[str, ...] = option("a flag for sbatch; may be repeated: --sbatch-arg=--exclusive", ())
     env: tuple[str, ...] = option(
         "may be repeated; NAME alone: sbatch passes its value on, and the file does not hold it",
         (),
