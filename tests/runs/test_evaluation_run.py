@@ -11,6 +11,7 @@ import pytest
 from command import ROOT, check, openpi_train, train
 from debian import install
 
+from openpi_train import train_verbs
 from openpi_train.runtime.exits import UsageError
 from openpi_train.tools import evaluate_policy, report
 from openpi_train.tools.requests import EvaluateRequest, ReportRequest
@@ -169,11 +170,9 @@ def test_a_run_that_has_only_begun_has_a_report_that_says_so(trained, tmp_path):
 
 
 def test_the_documented_experiment_acts():
-    block = re.search(
-        r"```python\n(# a run that acts.*?)```", (ROOT / "docs" / "howto" / "evaluate.md").read_text(), re.DOTALL
-    )
-    assert block
-    names: dict = {}
-    exec(block[1], names)
-    config = names["acts"].eval.closed_loop
-    assert config.num_episodes == 5 * len(config.env.tasks) and config.interval % names["acts"].eval.interval == 0
+    page = (ROOT / "docs" / "howto" / "evaluate.md").read_text().replace("\\\n", " ")
+    command = re.search(r"^python -m openpi_train (\S+ --exp-name acts .*)", page, re.MULTILINE)
+    assert command
+    acts = train_verbs.typed(command[1].split())
+    config = acts.robot_eval.closed_loop
+    assert config.num_episodes == 5 * len(config.env.tasks) and config.interval % acts.eval.interval == 0
