@@ -5,11 +5,13 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
 import yaml
+from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +19,15 @@ FOLDERS = ("openpi_train", "configs", "benchmarks")
 RESULTS = ROOT / "benchmarks" / "results"
 # A class that a page of the reference names, with its file.
 CLASS = re.compile(r"\[`(\w+)`\]\(\.\./\.\./(openpi_train/[\w/]+)\.py\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """mkdocs' hook: the version beside the name, and the link to the repository, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
+    config.repo_url = project.get("urls", {}).get("Repository")
+    config.repo_name = config.repo_url and config.repo_url.split("//")[1].split("/", 1)[1]
+    return config
 
 
 def on_files(files: Files, config, **_) -> Files:
@@ -36,8 +47,16 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         markdown = f"{markdown}\n{results()}"
     if page.file.src_uri.startswith("results/"):
         source = f"{page.meta['date']}, {page.meta['hardware']}, commit {page.meta['commit']}: `{page.meta['command']}`"
-        return markdown.replace("](../../docs/", "](../") + f"\n\n{source}\n"
+        back = "All results: [Benchmarks](../understand/benchmarks.md)"
+        return markdown.replace("](../../docs/", "](../") + f"\n\n{source}\n\n{back}\n"
     return markdown.replace("](../../benchmarks/results/", "](../results/")
+
+
+def on_page_content(html: str, page, **_) -> str:
+    """mkdocs' hook: a search finds results and changes after the pages that explain."""
+    if page.file.src_uri.startswith(("results/", "reference/changelog")):
+        page.meta["search"] = {"boost": 0.2}
+    return html
 
 
 def results() -> str:

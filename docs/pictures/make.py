@@ -4,6 +4,7 @@ The runs lie in WORK and are made once: without them, `pi0_tabletop_reach` is tr
 the pictures of pages. Read next: `openpi_train/envs/video.py`, which makes the videos of `eval`.
 """
 
+import io
 import re
 import shutil
 import subprocess
@@ -14,16 +15,15 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from rich import _export_format
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
 
 from openpi_train import load_policy
-from openpi_train.policy.acting import Acting
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.tabletop_env import TabletopEnv
 from openpi_train.envs.tabletop_scene import Kind, Task
 from openpi_train.envs.video import VideoRecorder
+from openpi_train.policy.acting import Acting
 
 PICTURES = Path(__file__).resolve().parent
 WORK = Path(tempfile.gettempdir()) / "openpi_train_pictures"
@@ -67,7 +67,7 @@ def command(*words: str) -> str:
 
 def terminal(session: Sequence[tuple[tuple[str, ...], str]], file: Path) -> None:
     """The commands with what they print, as SVG; no font is loaded from the network."""
-    console = Console(record=True, width=118, file=open("/dev/null", "w"))
+    console = Console(record=True, width=118, file=io.StringIO())
     for words, kept in session:
         shown = " ".join(f"'{word}'" if "=" in word else word for word in words)
         console.print(Text(f"$ python -m openpi_train {shown}", style="bold"))
@@ -78,7 +78,7 @@ def terminal(session: Sequence[tuple[tuple[str, ...], str]], file: Path) -> None
             elif not dots:
                 console.print(Text("...", style="dim"))
             dots = not re.search(kept, line)
-    code = re.sub(r"@font-face \{\{.*?\}\}\n", "", _export_format.CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    code = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     file.write_text(console.export_svg(title="a first run", code_format=code))
 
 
