@@ -14,7 +14,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants oldest packages lint docs pictures dist gpu-compile gpu bench clean
+.PHONY: train demo test test-release quick mutants oldest packages lint docs check-docs pictures dist gpu-compile gpu bench clean
 .PHONY: gpu-tests gpu-steps gpu-loops gpu-policies gpu-others gpu-serving gpu-checkpoint gpu-run
 
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
@@ -104,6 +104,10 @@ mutants: $(VENV)/.installed
 # The documentation as a site in site/; ends with an error at every warning, such as a broken link.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# What is cut on its pages, 1400 and 400 pixels wide; needs Chromium.
+check-docs: docs
+	$(BIN)/python docs/check_site.py site
 
 # The pictures of README and pages, from real runs; needs Chromium. Ten minutes.
 pictures: $(VENV)/.installed

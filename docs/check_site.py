@@ -1,14 +1,14 @@
-"""Measures in Chromium what is cut on the pages of a built site: `python docs/check_site.py site [--pictures FOLDER]`.
+"""Measures in Chromium what is cut on the pages of a built site: `python docs/check_site.py SITE`.
 
-Ends with 1 if, 1400 or 400 pixels wide, a page, a code block, a table or a picture is wider than its place and cannot
-be scrolled, or if, 1400 wide, a table of our pages or a line of at most 120 characters is not whole.
+Ends with 1 if, 1400 or 400 pixels wide, a page, code, a table or a picture is wider than its place and cannot be
+scrolled, or if, 1400 wide, a table of our pages or code of at most 120 characters a line is not whole.
 """
 
-import argparse
-import base64
+import contextlib
 import itertools
 import json
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -17,68 +17,48 @@ from pathlib import Path
 from websockets.sync.client import connect
 
 MEASURE = """(async () => {
-  await new Promise(ready => setTimeout(ready, 250));
+  if (document.readyState != "complete") await new Promise(ready => addEventListener("load", ready));
+  await new Promise(ready => setTimeout(ready, 100));
   const found = document.documentElement.scrollWidth > innerWidth ? ["the page"] : [];
+  const overflow = box => getComputedStyle(box).overflowX;
   for (const one of document.querySelectorAll(".md-content :is(pre > code, table, img)")) {
     const lines = one.tagName == "CODE" ? one.textContent.trimEnd().split("\\n") : [];
-    const rows = one.scrollHeight / parseFloat(getComputedStyle(one).lineHeight) - 2;
     const short = lines.length && Math.max(...lines.map(line => line.length)) <= 120;
-    let box = one, said = one.tagName + ": " + one.textContent.trim().slice(0, 70);
-    while (box !== document.body && box.scrollWidth <= box.clientWidth + 1) box = box.parentElement;
-    const scrolls = ["auto", "scroll"].includes(getComputedStyle(box).overflowX);
-    if (box !== document.body && !scrolls) found.push("cut " + said);
-    const whole = box === document.body && !(short && rows > lines.length);
-    if (WIDE && !whole && (short || one.tagName == "TABLE")) found.push("not whole " + said);
+    const rows = Math.round(one.scrollHeight / parseFloat(getComputedStyle(one).lineHeight)) - 1;
+    const right = one.getBoundingClientRect().left + Math.max(one.scrollWidth, one.offsetWidth) - 1;
+    let box = one, said = one.tagName + " " + JSON.stringify(one.textContent.slice(0, 70));
+    while (box && (overflow(box) == "visible" || right < box.getBoundingClientRect().right)) box = box.parentElement;
+    if (box && !["auto", "scroll"].includes(overflow(box))) found.push("cut " + said);
+    const wanted = WIDE && (short || one.tagName == "TABLE");
+    if (wanted && (box || rows > lines.length && short)) found.push("not whole " + said);
   }
   return found;
 })()"""
 
-
-def main() -> int:
-    """Print what is cut, page by page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("site", type=Path)
-    parser.add_argument("--pictures", type=Path, help="folder for a picture of every page")
-    flags = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["chromium", "--headless", "--no-sandbox", "--remote-debugging-port=0", f"--user-data-dir={folder}"]
-        browser = subprocess.Popen([*command, "about:blank"], stderr=subprocess.DEVNULL)
-        try:
-            return look(flags.site.resolve(), flags.pictures, Path(folder) / "DevToolsActivePort")
-        finally:
-            browser.terminate()
-            browser.wait()
-
-
-def look(site: Path, pictures: Path | None, port: Path) -> int:
-    """Measure every page in two widths; 1 if something is cut."""
-    while not port.exists() or not port.read_text():
+site = Path(sys.argv[1]).resolve()
+with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, contextlib.ExitStack() as browser_tab:
+    flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--remote-debugging-port=0"]
+    browser = subprocess.Popen(["chromium", *flags, f"--user-data-dir={profile}"], stderr=subprocess.DEVNULL)
+    browser_tab.callback(browser.wait)
+    browser_tab.callback(browser.terminate)
+    while not (port := Path(profile) / "DevToolsActivePort").exists() or not port.read_text():
         time.sleep(0.1)
     targets = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"))
     address = next(one["webSocketDebuggerUrl"] for one in targets if one["type"] == "page")
-    with connect(address, max_size=None) as socket:
-        numbers, bad = itertools.count(), 0
+    socket = browser_tab.enter_context(connect(address, max_size=None))
+    numbers, bad = itertools.count(), 0
 
-        def ask(method: str, **params: object) -> dict:
-            number = next(numbers)
-            socket.send(json.dumps({"id": number, "method": method, "params": params}))
-            return next(one for one in map(json.loads, socket) if one.get("id") == number)["result"]
+    def ask(method: str, **params: object) -> dict:
+        socket.send(json.dumps({"id": (number := next(numbers)), "method": method, "params": params}))
+        return next(one for one in map(json.loads, socket) if one.get("id") == number)["result"]
 
-        for page, width in itertools.product(sorted(site.rglob("*.html")), (1400, 400)):
-            ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-            ask("Page.navigate", url=page.as_uri())
-            script = MEASURE.replace("WIDE", str(width == 1400 and page.parent.name != "results").lower())
-            found = ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)["result"]["value"]
-            bad += len(found)
-            name = page.relative_to(site).with_suffix("").as_posix()
-            print("".join(f"{name} at {width}: {one}\n" for one in found), end="", flush=True)
-            if pictures:
-                pictures.mkdir(exist_ok=True)
-                shot = ask("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-                pictures.joinpath(f"{name.replace('/', '.')}.{width}.png").write_bytes(base64.b64decode(shot))
-    print(f"{bad} of what is shown is cut")
-    return int(bad > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    for page, width in itertools.product(sorted(site.rglob("*.html")), (1400, 400)):
+        name = page.relative_to(site).with_suffix("").as_posix()
+        ask("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
+        ask("Page.navigate", url=page.as_uri())
+        script = MEASURE.replace("WIDE", str(width == 1400 and not name.startswith("results/")).lower())
+        found = ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)["result"]["value"]
+        bad += len(found)
+        print("".join(f"{name} at {width}: {one}\n" for one in found), end="", flush=True)
+print(f"{bad} pages, blocks, tables and pictures are cut")
+raise SystemExit(bad > 0)
