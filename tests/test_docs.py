@@ -57,7 +57,8 @@ sys.path.append(str(ROOT / "scripts"))
 
 import evaluate_libero
 
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
+DOCS = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("python -m openpi_train", "openpi-train", "python scripts/", "./scripts/", "make ")
 FOLDERS = ("openpi_train/", "tests/", "docs/", "configs/", "scripts/", "benchmarks/")
 # What stands for every language model that the docs name.
@@ -297,6 +298,17 @@ def test_every_link_leads_to_a_file(file):
     assert not [link for link in links if not (file.parent / link).is_file()]
     if file.name == "README.md":
         assert {link for link in links if link.startswith("docs/")}
+
+
+def test_the_chinese_readme_has_the_same_commands_links_and_figures():
+    def parts(text: str) -> list[object]:
+        words = [shlex.split(line, comments=True) for line in code_lines(text)]
+        links = set(re.findall(r"\]\(([\w./-]+)\)", text)) - {file.name for file in READMES}
+        table = text.split("| 24 GB |", 1)[1].split("\n\n", 1)[0]
+        return [words, links, re.findall(r"[\d.,]+(?= [|(])|\([\d.]+\)", table)]
+
+    english, chinese = (parts(file.read_text()) for file in READMES)
+    assert english == chinese
 
 
 def test_every_verb_and_every_experiment_has_a_line_in_its_page():

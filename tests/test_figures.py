@@ -16,7 +16,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [file for name in ("openpi_train", "configs", "benchmarks") for file in sorted((ROOT / name).rglob("*.py"))]
 
 OTHERS = {
