@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ def test_every_page_is_in_the_site_and_nothing_is_loaded_from_the_network(tmp_pa
     for file in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe|link)[^>]* (?:src|href)=.?(?:https?:)?//[^ >]*", file.read_text())
         assert not loaded, file.name
+    # A page that is opened as a file has a search: an index that is a script, and a worker that is no file.
+    start = (site / "index.html").read_text()
+    assert '<script src="site/iframe-worker.js">' in start and (site / "site" / "iframe-worker.js").is_file()
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"openpi_train {version}</title>" in start
     # What comes from the code: a field with its comment, a docstring's arguments, the files' first sentences.
     configuration, api, files = (
         (site / "reference" / f"{name}.html").read_text() for name in ("configuration", "api", "files")
