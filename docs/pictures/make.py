@@ -87,7 +87,7 @@ def dataset() -> None:
     command("data", "sample", "my_arm", "--overwrite")
     command("data", "inspect", "my_arm", "--out", "look")
     sheet = Image.open(WORK / "look" / "my_arm.png")
-    save(sheet.crop((0, 0, sheet.width, sheet.height // 2)), PICTURES / "data.png", colors=64)
+    save(sheet.crop((0, 0, sheet.width, sheet.height // 2)), PICTURES / "data.png", colors=256)
 
 
 def report() -> None:
@@ -95,7 +95,7 @@ def report() -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("the pictures need Chromium: apt-get install chromium")
-    flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1120,1230", "--virtual-time-budget=9000"]
+    flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1120,1250", "--virtual-time-budget=9000"]
     with tempfile.TemporaryDirectory() as folder:
         flags += [f"--user-data-dir={folder}", f"--screenshot={folder}/report.png"]
         subprocess.run([browser, *flags, f"file://{WORK / ROBOT_RUN}/report.html"], check=True, capture_output=True)
