@@ -36,6 +36,7 @@ MEASURE = """(async () => {
 })()"""
 
 site = Path(sys.argv[1]).resolve()
+pages = sorted(site.rglob("*.html")) or sys.exit(f"{site} has no pages: make docs")
 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, contextlib.ExitStack() as browser_tab:
     flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--remote-debugging-port=0"]
     browser = subprocess.Popen(["chromium", *flags, f"--user-data-dir={profile}"], stderr=subprocess.DEVNULL)
@@ -52,7 +53,7 @@ with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, context
         socket.send(json.dumps({"id": (number := next(numbers)), "method": method, "params": params}))
         return next(one for one in map(json.loads, socket) if one.get("id") == number)["result"]
 
-    for page, width in itertools.product(sorted(site.rglob("*.html")), (1400, 400)):
+    for page, width in itertools.product(pages, (1400, 400)):
         name = page.relative_to(site).with_suffix("").as_posix()
         ask("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
         ask("Page.navigate", url=page.as_uri())
