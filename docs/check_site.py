@@ -61,5 +61,5 @@ with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, context
         found = ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)["result"]["value"]
         bad += len(found)
         print("".join(f"{name} at {width}: {one}\n" for one in found), end="", flush=True)
-print(f"{bad} pages, blocks, tables and pictures are cut")
+print(f"{len(pages)} pages: {bad} of what they show is cut")
 raise SystemExit(bad > 0)
