@@ -1,5 +1,5 @@
-"""PaliGemma policies (docs/understand/robot_policies.md) on BridgeData V2: with a flow-matching head, and with actions as
-tokens.
+"""PaliGemma policies (docs/understand/robot_policies.md) on BridgeData V2: with a flow-matching head, and with actions
+as tokens.
 
 Start weights: --weight-loader.params-path <pt_224.npz, or a directory of google/paligemma-3b-pt-224> (none: random).
 """
