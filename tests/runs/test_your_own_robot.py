@@ -1,4 +1,7 @@
-"""docs/tutorials/my_robot.md from its first file to its last command, as a user would: only the sizes are smaller."""
+"""docs/tutorials/my_robot.md from its recording to its last command, as a user would: only the sizes are smaller.
+
+What comes before, tests/test_tutorials.py types.
+"""
 
 import json
 import re
@@ -12,29 +15,51 @@ from PIL import Image
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 PAGE = ROOT / "docs" / "tutorials" / "my_robot.md"
-SMALL = ("--num-train-steps", "3", "--batch-size", "4", "--eval.interval", "0", "--save-interval", "3")
-SMALL_ACT = ("--model.image-height", "16", "--model.image-width", "16", "--model.backbone-widths", "8")
-SMALL_ACT += ("--model.dim-model", "16", "--model.dim-feedforward", "16", "--model.n-encoder-layers", "1")
-SMALL_ACT += ("--model.remat", "none", "--ema-decay", "None", "--data.validation-fraction", "0")
-SMALLER = ("--model.language.depth", "2", "--model.action-expert.depth", "2", "--objective.num-flow-draws", "1")
+SMALL = ("--num-train-steps", "3", "--batch-size", "4", "--save-interval", "3", "--ema-decay", "None")
+SMALL += ("--model.image-height", "16", "--model.image-width", "16", "--model.backbone-widths", "8")
+SMALL += ("--model.dim-model", "16", "--model.dim-feedforward", "16", "--model.n-encoder-layers", "1")
+SMALL += ("--model.remat", "none", "--data.validation-fraction", "0")
+DRIVER = """
+import numpy as np
 
 
-def files() -> dict[str, str]:
-    """The page's files by name."""
-    blocks = re.findall(r"^```python\n(# (\w+\.py).*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return {name: text for text, name in blocks}
+class Driver:
+    def __init__(self):
+        self.random, self.now = np.random.default_rng(0), np.array([0, 0, 0, 100.0])
+
+    def state(self):
+        return self.now
+
+    def picture(self):
+        image = np.zeros((64, 64, 3), np.uint8)
+        row, column = np.int64(self.goal[:2]) + 28
+        image[row : row + 8, column : column + 8] = 255
+        return image
+
+    def move(self, target):
+        self.now = self.now + np.clip(target - self.now, -5, 5)
+
+    def teleoperated(self):
+        self.goal = np.array([*self.random.uniform(-25, 25, 2), 0, 0])
+        return [self.goal] * 15
+"""
+ASK = """
+import numpy as np
+from openpi_train import load_policy
+
+policy = {call}
+seen = {{"observation/images/front": np.zeros((64, 64, 3), np.uint8), "state": [0, 0, 0, 1]}}
+print("names", *policy.metadata["action_names"])
+print("asked for", *policy.infer(seen)["actions"][0])
+"""
 
 
-def commands() -> list[list[str]]:
-    # Those before, without a class of one's own, are in `data/formats/lerobot/test_described.py`.
-    own = PAGE.read_text().partition("## Your driver")[2]
-    return [line.split() for line in re.findall(r"^    python -m openpi_train (.*)$", own, re.MULTILINE)]
-
-
-def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
-    written = files()
-    assert list(written) == ["client.py", "my_driver.py", "record.py", "my_arm.py", "drive.py"]
-    for name, text in written.items():
+def test_the_page_runs_from_its_recording_to_its_last_command(tmp_path):
+    page = PAGE.read_text().partition("## Record")[2]
+    written = dict(re.findall(r'^```python title="(.+?)"\n(.*?)^```', page, re.DOTALL | re.MULTILINE))
+    assert list(written) == ["record.py", "my_arm.py"]
+    (call,) = re.findall(r"`(load_policy\(.*?\))`", page)
+    for name, text in {**written, "my_driver.py": DRIVER, "ask.py": ASK.format(call=call)}.items():
         (tmp_path / name).write_text(text)
     variables = environment(OPENPI_TRAIN_HOME=str(tmp_path / "home"), PYTHONPATH=str(ROOT))
 
@@ -46,19 +71,21 @@ def test_the_page_runs_from_its_first_file_to_its_last(tmp_path):
         return done.stdout
 
     run("record.py")
-    assert (tmp_path / "my_arm" / "meta" / "info.json").is_file()
-    inspect, train, train_act, *_ = commands()
-    text = run("-m", "openpi_train", *inspect)
-    assert "12, of" in text and "10 Hz" in text and "shoulder_rad" in text
-    assert re.search(r"constant dims: .*wrist_rad = 0", text)  # the page's arm never moves it
-    with Image.open(tmp_path / "look" / "my_arm.png") as sheet:
+    assert (tmp_path / "recorded" / "meta" / "info.json").is_file()
+    inspect, train, serve = (line.split() for line in re.findall(r"^python (-m openpi_train .*)$", page, re.MULTILINE))
+    text = run(*inspect)
+    assert "12, of" in text and "10 Hz" in text
+    assert re.search(r"constant.*wrist", text)  # the driver never moves it
+    # 25 degrees at most, in radians; the gripper is open when a recording begins.
+    assert all(abs(float(number)) < 0.5 for number in re.search(r"shoulder_rad\W+(.*)", text)[1].split("│")[:5])
+    with Image.open(tmp_path / "look" / "recorded.png") as sheet:
         assert np.ptp(np.asarray(sheet)) == 255
-    run("-m", "openpi_train", *train, *SMALL, *SMALLER)
-    assert (tmp_path / "checkpoints" / "first" / "x" / "3" / "manifest.json").is_file()
-    place = re.search(r"the arm is at \[(.*)\]", run("drive.py"))
-    assert place and np.isfinite([float(number) for number in place[1].split()]).all()
-    run("-m", "openpi_train", *train_act, *SMALL, *SMALL_ACT)
+    run(*train, *SMALL)
     run_directory = tmp_path / "checkpoints" / "act" / "x"
     assert (run_directory / "3" / "manifest.json").is_file()
     written = json.loads((run_directory / "experiment.json").read_text())
     assert (written["model"]["__class__"], written["model"]["action_dim"]) == ("ActConfig", 4)
+    assert serve[2:] == ["serve", "checkpoints/act/x", "--experiment", "my_arm.py:act"]
+    names, asked = run("ask.py").splitlines()
+    assert names == "names shoulder_rad elbow_rad wrist_rad gripper_fraction"
+    assert np.isfinite([float(number) for number in asked.split()[2:]]).all()
