@@ -34,6 +34,7 @@ class Driver:
         image = np.zeros((64, 64, 3), np.uint8)
         row, column = np.int64(self.goal[:2]) + 28
         image[row : row + 8, column : column + 8] = 255
+        image[:, int(self.now[0]) + 32] = 100
         return image
 
     def move(self, target):
@@ -75,7 +76,7 @@ def test_the_page_runs_from_its_recording_to_its_last_command(tmp_path):
     inspect, train, serve = (line.split() for line in re.findall(r"^python (-m openpi_train .*)$", page, re.MULTILINE))
     text = run(*inspect)
     assert "12, of" in text and "10 Hz" in text
-    assert re.search(r"constant.*wrist", text)  # the driver never moves it
+    assert re.search(r"constant dims: .*wrist = 0", text)  # the driver never moves it
     # 25 degrees at most, in radians; the gripper is open when a recording begins.
     assert all(abs(float(number)) < 0.5 for number in re.search(r"shoulder_rad\W+(.*)", text)[1].split("│")[:5])
     with Image.open(tmp_path / "look" / "recorded.png") as sheet:
