@@ -96,7 +96,7 @@ def code_lines(text: str) -> list[str]:
         if line.startswith("```"):
             fenced = not fenced
         elif fenced or line.startswith("    "):
-            lines.append(line.strip().removeprefix("$ "))
+            lines.append(line.strip().removeprefix("$ ").removesuffix(" &"))
         elif line.startswith("|"):
             lines += re.findall(r"`([^`]+)`", line)
     # What is refused on purpose, tests/test_tutorials.py types.
@@ -116,14 +116,13 @@ def python_blocks(file: Path) -> dict[str, str]:
 def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     """The `my_runs.py` that docs/howto/extend.md prints, imported as the registry imports a user's file."""
     file = tmp_path_factory.mktemp("user") / "my_runs.py"
-    pages = ("howto/extend.md", "tutorials/my_robot.md", "howto/reinforcement_learning.md")
+    pages = ("howto/extend.md", "howto/reinforcement_learning.md")
     written = {name: text for page in pages for name, text in python_blocks(ROOT / "docs" / page).items()}
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):  # the files that it asks to save
+        written |= re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE)
     for name, text in written.items():
         file.with_name(name).write_text(text)
     file.with_name("prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}\n')
-    for page in (ROOT / "docs" / "tutorials").glob("*.md"):  # the files that it asks to save
-        for name, text in re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE):
-            file.with_name(name).write_text(text)
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
     for name in ("my_arm", "demos"):
         file.with_name(name).symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")
