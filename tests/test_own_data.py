@@ -19,7 +19,7 @@ from openpi_train.runtime.exits import DataError, UsageError
 FIXTURES = Path(__file__).parent / "data" / "formats"
 LEROBOT = FIXTURES / "lerobot" / "fixtures" / "v30_image"
 ZARR = FIXTURES / "zarr" / "fixtures"
-POLICIES = ("act", "diffusion", "pi0", "pi05", "smolvla")
+POLICIES = ("act", "diffusion", "pi0", "pi05", "pi0_lora", "pi05_lora", "smolvla")
 LANGUAGE = ("lm_sft", "lm_dpo", "lm_grpo")
 JOINTS = (*(f"joint_{number}" for number in range(6)), "gripper")
 FRONT, WRIST = "observation/images/front", "observation/images/wrist"
@@ -36,7 +36,7 @@ def write(path, *records):
 
 def test_they_are_listed_first_under_their_title(capsys):
     list_experiments([])
-    title, *lines = capsys.readouterr().out.strip().splitlines()[:9]
+    title, *lines = capsys.readouterr().out.strip().splitlines()[: 1 + len(POLICIES) + len(LANGUAGE)]
     assert title == "Your own data"
     assert tuple(line.split()[0] for line in lines) == (*POLICIES, *LANGUAGE)
 
