@@ -302,12 +302,36 @@ def test_every_link_leads_to_a_file(file):
 def test_the_chinese_readme_has_the_same_commands_links_and_figures():
     def parts(text: str) -> list[object]:
         words = [shlex.split(line, comments=True) for line in code_lines(text)]
+        text = re.sub(r"\]\(docs/zh/(?=index)", "](docs/", text).replace("](docs/zh/", "](docs/tutorials/")
         links = set(re.findall(r"\]\(([\w./-]+)\)", text)) - {file.name for file in READMES}
         table = text.split("| 24 GB |", 1)[1].split("\n\n", 1)[0]
         return [words, links, re.findall(r"[\d.,]+(?= [|(])|\([\d.]+\)", table)]
 
     english, chinese = (parts(file.read_text()) for file in READMES)
     assert english == chinese
+
+
+def code_of(page: Path) -> tuple[list[tuple[str, str, str]], set[str], int]:
+    """(kind, title, text without comments) of each block; the code in sentences and tables; the number of headings."""
+    fenced = re.compile(r"^```(\w*)(?: title=\"(.+?)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    text = page.read_text()
+    rest = fenced.sub("", text)
+    shown = [(kind, title, re.sub(r"(?m)(^| +)# .*$", "", block)) for kind, title, block in fenced.findall(text)]
+    return shown, set(re.findall(r"`([^`]+)`", rest)), len(re.findall(r"^#+ ", rest, re.MULTILINE))
+
+
+def test_every_tutorial_is_there_in_chinese_with_the_same_code():
+    """So what tests/test_tutorials.py types from the English page is what the Chinese one says."""
+    tutorials, chinese = ROOT / "docs" / "tutorials", ROOT / "docs" / "zh"
+    names = {file.name for file in tutorials.glob("*.md")}
+    assert {file.name for file in chinese.glob("*.md")} == names | {"index.md"}
+    for name in names:
+        (shown, named, headings), (shown_there, named_there, headings_there) = (
+            code_of(folder / name) for folder in (tutorials, chinese)
+        )
+        assert shown == shown_there, name
+        assert not named - named_there and headings == headings_there, f"{name}: {named - named_there}"
+        assert (chinese / name).read_text().splitlines()[2] == f"[English](../tutorials/{name})", name
 
 
 def test_every_verb_and_every_experiment_has_a_line_in_its_page():
