@@ -121,7 +121,7 @@ FAULTS = (
         "restart with `--resume`",
         Restart.SAME_HOSTS,
     ),
-    Fault("user", INTERRUPTED, "Ctrl-C", "nothing was saved"),
+    Fault("user", INTERRUPTED, "Ctrl-C", "steps since the last checkpoint are lost"),
     Fault("user", CLOSED_OUTPUT, "nobody reads the output any more, as after a pipe to `head`; nothing is said", ""),
 )
 # Ctrl-C and a closed output apart, which stand above.
