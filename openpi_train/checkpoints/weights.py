@@ -51,6 +51,11 @@ class WeightLoader(abc.ABC):
         del model
         return None
 
+    def norm_stats(self, model: ModelConfig) -> Mapping[str, Any]:
+        """The norm stats of a training that is continued, as its files hold them, by asset id; empty: none is."""
+        del model
+        return {}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointWeightLoader(WeightLoader):
@@ -159,6 +164,10 @@ class CheckpointWeightLoader(WeightLoader):
         if not self.params_path:
             raise UsageError("--weight-loader.continue-training needs --weight-loader.params-path: a step's directory")
         return state_leaves(open_checkpoint(self.params_path, model), parameter_names(model))
+
+    def norm_stats(self, model: ModelConfig) -> Mapping[str, Any]:
+        """Those beside the checkpoint, with `continue_training`."""
+        return open_checkpoint(self.params_path, model).norm_stats if self.continue_training else {}
 
 
 @contextlib.contextmanager

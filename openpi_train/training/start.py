@@ -22,6 +22,7 @@ from openpi_train.data.core.feed import differences, rows_of
 from openpi_train.data.core.files import lines_of, write_json
 from openpi_train.data.core.interface import Feed, OpenedData
 from openpi_train.data.core.tuning import usable_cores
+from openpi_train.data.robot.normalize import differing_norm_stats
 from openpi_train.evaluation.learning_verdict import LearningVerdict, learning_verdict
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.experiment import Experiment
@@ -143,7 +144,16 @@ def start(settling: Settling, collectives: selftest.Collectives | None) -> Run:
     loop, older = crash_loop.begin(experiment, directory)
     feed = open_feed(experiment, trainer, data, directory)
     with jax.set_mesh(trainer.plan.real_mesh):
-        state, meta = first_state(experiment, trainer, layout, checkpoints, feed, data.tokenizer, older=older)
+        state, meta = first_state(
+            experiment,
+            trainer,
+            layout,
+            checkpoints,
+            feed,
+            data.tokenizer,
+            norm_stats=data.norm_stats_json(),
+            older=older,
+        )
         evaluator = make_evaluator(experiment, trainer, data, directory)
     check_commits()
     phases.at_step(int(state.step))
@@ -210,10 +220,12 @@ def first_state(
     feed: Feed,
     tokenizer: str | None = None,
     *,
+    norm_stats: Mapping[str, JsonObject] | None = None,
     older: int | None = None,
 ) -> tuple[TrainState, Mapping[str, Any]]:
     """With `--resume` the newest checkpoint, or that of `--resume-from`, and its `meta`; otherwise start weights or
     random ones and an empty `meta`. `older`: a checkpoint of the run to continue from instead of the newest.
+    `norm_stats` are those of the run's data, by asset id, as their files hold them.
     """
     found = dataclasses.asdict(resume_point(experiment)) if jax.process_index() == 0 else None
     point = ResumePoint(**agree.broadcast("where the run continues", found))
@@ -244,6 +256,12 @@ def first_state(
     check_tokenizer(loader.tokenizer(), tokenizer, where=where)
     if (leaves := loader.load_state(experiment.model)) is not None:
         state = read_state(layout, leaves, where=where)
+        if differs := differing_norm_stats(norm_stats or {}, loader.norm_stats(experiment.model)):
+            logger.warning(
+                "norm stats: this run's are not those of the training that it continues (%s), so the model sees inputs "
+                "on another scale than before; give those of the checkpoint with --data.datasets.0.norm-stats FILE",
+                differs,
+            )
         feed.seek(_position(feed, int(state.step), point.other or getattr(experiment.weight_loader, "params_path", "")))
         logger.info("continuing the training that was saved at step %d", int(state.step))
         return state, {}

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from openpi_train.data.core import files
+from openpi_train.json_object import JsonObject
 
 Form = Literal["z_score", "quantile", "min_max"]
 FILE_NAME = "norm_stats.json"
@@ -213,6 +214,32 @@ def norm_stats_json(stats: Stats) -> dict[str, Any]:
         known = {key: getattr(entry, field) for key, field in _PUBLIC.items()}
         entries[name] = {key: value.tolist() for key, value in known.items() if value is not None}
     return {"norm_stats": entries}
+
+
+def differing_norm_stats(own: Mapping[str, JsonObject], others: Mapping[str, JsonObject]) -> str | None:
+    """Where two sets of norm stats, as their files hold them by asset id, scale a dim otherwise; None: nowhere.
+
+    Means and quantiles may differ by a twentieth of the scale, and scales by a twentieth: other code that computes them
+    from the same data does. Each set's only asset is compared whatever it is called; others that one set lacks are not.
+    """
+    if len(own) == len(others) == 1:
+        own, others = ({"": next(iter(each.values()))} for each in (own, others))
+    for asset in own.keys() & others.keys():
+        found, expected = own[asset]["norm_stats"], others[asset]["norm_stats"]
+        for name in found.keys() & expected.keys():
+            for low, high in (("mean", "std"), ("q01", "q99")):
+                pairs = [(entry.get(low), entry.get(high)) for entry in (found[name], expected[name])]
+                if any(None in pair for pair in pairs):
+                    continue
+                (x, y), (u, v) = (map(np.array, pair) for pair in pairs)
+                if x.shape != u.shape:
+                    return f"{name} has {len(x)} dims, not {len(u)}"
+                scale, other = (y, v) if low == "mean" else (y - x, v - u)
+                far = np.maximum(np.abs(scale - other), np.abs(x - u)) > 0.05 * np.maximum(other, 1e-6)
+                if far.any():
+                    n = int(far.argmax())
+                    return f"{name}[{n}] has {low} {x[n]:.4g} and {high} {y[n]:.4g}, not {u[n]:.4g} and {v[n]:.4g}"
+    return None
 
 
 _PUBLIC = {"mean": "mean", "std": "std", "q01": "q01", "q99": "q99", "min": "low", "max": "high"}

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from openpi_train.data.robot.normalize import NormStats, guard, normalize, unnormalize
+from openpi_train.data.robot.normalize import NormStats, differing_norm_stats, guard, normalize, unnormalize
 
 # Just above a bound, and just below it; float64 would tell 1e-12.
 ABOVE, BELOW = 1 + 1e-6, 1 - 1e-6
@@ -115,3 +115,28 @@ def test_a_dim_that_moves_less_than_a_ten_thousandth_is_constant_to_min_max():
     assert stats.high is not None
     np.testing.assert_allclose(normalize(stats.high, stats, "min_max"), [1, 1e-4 * BELOW, 0, 1, 1], rtol=1e-9)
     np.testing.assert_allclose(unnormalize(np.ones(5), stats, "min_max")[[0, 3]], stats.high[[0, 3]], rtol=1e-9)
+
+
+def saved_stats(**changed):
+    entry = {"mean": [0.0, 5.0], "std": [1.0, 2.0], "q01": [-2.0, 1.0], "q99": [2.0, 9.0]}
+    return {"norm_stats": {"state": entry | changed}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"mean": [0.04, 5.09], "q01": [-2.1, 1.1]}, None),  # other code's, of the same data
+        ({"q01": None, "q99": None}, None),  # not known to one of them
+        ({"mean": [0.0, 5.2]}, "state[1] has mean 5 and std 2, not 5.2 and 2"),
+        ({"std": [1.2, 2.0]}, "state[0] has mean 0 and std 1, not 0 and 1.2"),
+        ({"q99": [2.0, 90.0]}, "state[1] has q01 1 and q99 9, not 1 and 90"),
+        ({"mean": [0.0], "std": [1.0]}, "state has 2 dims, not 1"),
+    ],
+)
+def test_norm_stats_that_scale_a_dim_otherwise_are_named(changed, told):
+    assert differing_norm_stats({"mine": saved_stats()}, {"theirs": saved_stats(**changed)}) == told
+    both = {"mine": saved_stats(), "b": saved_stats()}
+    assert differing_norm_stats(both, {"mine": saved_stats(**changed)}) == told
+    assert differing_norm_stats(both, {"theirs": saved_stats(**changed)}) is None  # of none of these
+    assert differing_norm_stats({}, {"theirs": saved_stats(**changed)}) is None
