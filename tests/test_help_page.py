@@ -26,6 +26,12 @@ def test_a_part_has_all_its_flags_with_their_whole_text_and_the_experiments_valu
     assert shown(capsys, "--help", "others")[1].count("\n  --") > 30
 
 
+def test_percent_signs_are_shown_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.run(["lm_sft", "--help", "data"])
+    assert "{% generation %}" in capsys.readouterr().out
+
+
 def test_an_unknown_part_is_refused_with_those_there_are(capsys):
     with pytest.raises(SystemExit) as end:
         cli.run(["debug", "--help", "eva"])

@@ -63,6 +63,15 @@ def test_a_lerobot_dataset_says_which_robot_it_is(name):
     require_robots(found)
 
 
+@pytest.mark.parametrize("name", ["pi0", "pi05"])
+def test_adapters_are_openpis(name):
+    """As in openpi's `pi0_libero_low_mem_finetune`, whose values tests/test_openpi_experiments.py compares."""
+    own, openpi = registry.load(f"{name}_lora"), registry.load("pi0_libero_low_mem_finetune")
+    variants = [(one.model.paligemma_variant, one.model.action_expert_variant, one.ema_decay) for one in (own, openpi)]
+    assert variants[0] == variants[1]
+    assert own.model.pi05 == (name == "pi05") and own.weight_loader == registry.load(name).weight_loader
+
+
 def test_each_way_to_name_a_dataset_does_the_same():
     found = parsed("act", "--dataset", LEROBOT)
     assert parsed("act", "--data.mixture", LEROBOT) == parsed("act", "--data.repo-id", LEROBOT) == found

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,12 @@ def test_every_experiment_loads_and_fits_one_device(name):
     assert isinstance(experiment, Experiment)
     assert experiment.name == name
     dataclasses.replace(experiment, exp_name="x").check(1)
+
+
+def test_a_summary_is_the_whole_first_sentence_in_one_line():
+    description = "Trains 0.13 M parameters: on a few\nlines of text. And more.\n\nCommand: none\n"
+    entry = registry.Entry(name="one", file=Path("a.py"), description=description)
+    assert entry.summary == "Trains 0.13 M parameters: on a few lines of text."
 
 
 def test_a_wrong_name_is_answered_with_the_closest():

@@ -14,6 +14,7 @@ from saved_runs import save_run
 from openpi_train import load_policy, registry
 from openpi_train.data.tokenizers.tokenizer import train_tokenizer
 from openpi_train.policy import restore
+from openpi_train.policy.loading import choose_dataset
 from openpi_train.policy.observation import ObservationError
 from openpi_train.runtime.exits import CheckpointError, UsageError
 
@@ -180,3 +181,8 @@ def test_a_run_that_trained_with_cudnn_s_attention_is_served_where_there_is_none
     trained = experiment.model.with_compute(attention="cudnn")
     options: dict[str, Any] = {"average": True, "dtype": None, "merge_lora": False, "devices": jax.devices()[:1]}
     assert restore.restored(trained, stored, str(run.directory), **options)[0] == trained.with_compute(attention="auto")
+
+
+def test_an_experiment_without_datasets_has_no_robot_to_act_for():
+    with pytest.raises(UsageError, match=r"act has no dataset, and so no robot.* `--experiment`"):
+        choose_dataset(registry.load("act"), None)

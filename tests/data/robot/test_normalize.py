@@ -128,6 +128,7 @@ def saved_stats(**changed):
         ({}, None),
         ({"mean": [0.04, 5.09], "q01": [-2.1, 1.1]}, None),  # other code's, of the same data
         ({"q01": None, "q99": None}, None),  # not known to one of them
+        ({"mean": None, "q99": [2.0, 90.0]}, "state[1] has q01 1 and q99 9, not 1 and 90"),
         ({"mean": [0.0, 5.2]}, "state[1] has mean 5 and std 2, not 5.2 and 2"),
         ({"std": [1.2, 2.0]}, "state[0] has mean 0 and std 1, not 0 and 1.2"),
         ({"q99": [2.0, 90.0]}, "state[1] has q01 1 and q99 9, not 1 and 90"),
