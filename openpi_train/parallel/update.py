@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array, Bool
 
 from openpi_train.optim import EmaWarmup
@@ -88,7 +88,7 @@ def _groups(fields: dict[str, Tree], homes: Sequence[jax.sharding.Sharding]) -> 
 class _OnDemand:
     """A traced function whose outputs are computed lazily, and nothing twice."""
 
-    def __init__(self, traced: ClosedJaxpr, value_of_input: Callable[[int], Array]):
+    def __init__(self, traced: Jaxpr, value_of_input: Callable[[int], Array]):
         """`value_of_input` returns an argument's leaf by number; it is called when the leaf is first used."""
         self._jaxpr = traced.jaxpr
         self._input = value_of_input

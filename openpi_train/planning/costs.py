@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from numpy.typing import DTypeLike
 
 from openpi_train.parallel.mesh import TENSOR
@@ -40,7 +40,7 @@ class RematCost:
     product_rate: float = 1.0
 
 
-def cost(remat: str | None, jaxpr: Jaxpr | ClosedJaxpr, dtype: DTypeLike) -> RematCost:
+def cost(remat: str | None, jaxpr: Jaxpr, dtype: DTypeLike) -> RematCost:
     """The cost of a row under the policy of this name, of the traced loss and gradient of `ROWS` rows on one device, or
     one tensor group, computed in `dtype`."""
     return RematCost(

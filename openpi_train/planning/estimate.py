@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from openpi_train.planning.jaxprs import SizeOf, bodies
 
@@ -56,7 +56,7 @@ class _Operation:
     reuses: bool
 
 
-def peak_bytes(jaxpr: Jaxpr | ClosedJaxpr, size_of: SizeOf, *, counts_outputs: bool = True) -> float:
+def peak_bytes(jaxpr: Jaxpr, size_of: SizeOf, *, counts_outputs: bool = True) -> float:
     """The most bytes, by `size_of`, of the arrays that this program computes; its inputs do not count."""
     program: list[_Operation] = []
     outputs = _add(jaxpr, [_Array() for _ in jaxpr.invars], size_of, program)
@@ -80,9 +80,7 @@ def peak_bytes(jaxpr: Jaxpr | ClosedJaxpr, size_of: SizeOf, *, counts_outputs: b
     return max(during, default=0.0)
 
 
-def _add(
-    jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[_Array], size_of: SizeOf, program: list[_Operation]
-) -> list[_Array]:
+def _add(jaxpr: Jaxpr, inputs: Sequence[_Array], size_of: SizeOf, program: list[_Operation]) -> list[_Array]:
     """Append the operations of `jaxpr`, with calls inlined. Returns its outputs."""
     known = {**{var: _Array() for var in jaxpr.constvars}, **dict(zip(jaxpr.invars, inputs, strict=True))}
 

@@ -2,7 +2,7 @@
 
 import math
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from openpi_train.parallel.remat import INPUT
 from openpi_train.planning.jaxprs import SizeOf, array_of, bodies, devices, turns
@@ -14,7 +14,7 @@ _RECOMPUTED = "rematted_computation"
 _ATTENTION = {"dot_product_attention_fwd_wrapper": (2, 2), "dot_product_attention_bwd_wrapper": (4, 5)}
 
 
-def product_flops(jaxpr: Jaxpr | ClosedJaxpr, *, recomputed: bool = True) -> float:
+def product_flops(jaxpr: Jaxpr, *, recomputed: bool = True) -> float:
     """FLOPs over all devices: two per multiply-add of every matrix product and convolution (including padding), times
     the number of iterations in loops.
 
@@ -37,7 +37,7 @@ def product_flops(jaxpr: Jaxpr | ClosedJaxpr, *, recomputed: bool = True) -> flo
     return total
 
 
-def rewritten_bytes(jaxpr: Jaxpr | ClosedJaxpr, size_of: SizeOf) -> float:
+def rewritten_bytes(jaxpr: Jaxpr, size_of: SizeOf) -> float:
     """Bytes, by `size_of`, of the inputs of products with weights that the backward pass computes, and so writes,
     again: it takes them from no product, so that no FLOPs say so."""
     total = 0.0

@@ -1,4 +1,7 @@
-"""Helpers to traverse traced programs (jaxprs). Read next: `flops.py`, `estimate.py`, `traffic.py`."""
+"""Helpers to traverse traced programs (jaxprs). Read next: `flops.py`, `estimate.py`, `traffic.py`.
+
+Before jax 0.12 a traced function is a `ClosedJaxpr`, with the attributes that are used here: `Jaxpr` stands for both.
+"""
 
 import math
 from collections.abc import Callable

@@ -9,7 +9,7 @@ import math
 from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from openpi_train.parallel.mesh import FSDP, REPLICA, TENSOR
 from openpi_train.parallel.params import ParamLeaves
@@ -161,7 +161,7 @@ def tensor_bytes(plan: Plan, summed_bytes_per_row: float, rows: float) -> float:
     return 2 * _share(plan.mesh.shape[TENSOR]) * summed_bytes_per_row * rows
 
 
-def summed_bytes(jaxpr: Jaxpr | ClosedJaxpr, axis: str, size_of: SizeOf) -> float:
+def summed_bytes(jaxpr: Jaxpr, axis: str, size_of: SizeOf) -> float:
     """Bytes, by `size_of`, that a traced program sums over the mesh axis `axis`, times the iterations of loops."""
     total = 0.0
     for equation in jaxpr.eqns:
@@ -171,7 +171,7 @@ def summed_bytes(jaxpr: Jaxpr | ClosedJaxpr, axis: str, size_of: SizeOf) -> floa
     return total
 
 
-def as_asked(found: Sequence[Collective], jaxpr: Jaxpr | ClosedJaxpr) -> list[Collective]:
+def as_asked(found: Sequence[Collective], jaxpr: Jaxpr) -> list[Collective]:
     """The collectives in the dtypes of the traced program: XLA for CPUs sends bfloat16 as float32."""
     asked = {(_KIND_OF.get(name), shape) for name, dtype, shape in _asked(jaxpr) if dtype == "bfloat16"}
 
@@ -184,7 +184,7 @@ def as_asked(found: Sequence[Collective], jaxpr: Jaxpr | ClosedJaxpr) -> list[Co
     return [narrow(one) for one in found]
 
 
-def _asked(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _asked(jaxpr: Jaxpr) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, type and shape of every operation's first result, in a jaxpr and all nested ones."""
     for equation in jaxpr.eqns:
         if equation.outvars:

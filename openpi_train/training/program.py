@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from openpi_train.parallel.state import TrainState
 from openpi_train.planning.flops import product_flops
@@ -40,7 +40,7 @@ class Program:
     compile_s: float
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr | ClosedJaxpr, hlo: str, compile_s: float) -> "Program":
+    def of(cls, jaxpr: Jaxpr, hlo: str, compile_s: float) -> "Program":
         """The figures of a traced and compiled step."""
         return cls(
             model_flops=product_flops(jaxpr, recomputed=False),

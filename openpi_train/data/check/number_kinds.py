@@ -262,7 +262,7 @@ def _is_switch(values: np.ndarray, dim: int, low: float, high: float) -> bool:
     """Whether a dim has few different values, or lies mostly at its ends as a gripper does."""
     seen = _sample(values)[:, dim]
     middle = np.abs(seen - (low + high) / 2) < 0.4 * (high - low)
-    return len(np.unique(seen)) < _FEW_VALUES or middle.mean() < _MIDDLE_SHARE
+    return bool(len(np.unique(seen)) < _FEW_VALUES or middle.mean() < _MIDDLE_SHARE)
 
 
 def _sample(values: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def some_episodes(source: Source, number: int) -> list[int]:
 def steps_of_prompts(source: Source) -> Mapping[str, int]:
     """Number of steps of each instruction, the most frequent first."""
     counts = np.bincount(source.prompt_index, minlength=len(source.prompts))
-    return {str(source.prompts[number]): int(counts[number]) for number in np.argsort(-counts, kind="stable")}
+    return {str(source.prompts[number]): int(counts[number]) for number in np.argsort(-counts, kind="stable").tolist()}
 
 
 def _camera(source: Source, camera: str, episodes: Sequence[int], per_episode: int) -> CameraSummary:
