@@ -34,12 +34,28 @@ def lerobot(repo_id: str) -> str:
     LeRobot 0.6 downloads into a cache with a folder for each revision, of which this is the newest; a folder of the
     dataset's name, which older releases and `hf download --local-dir` make, comes first.
     """
-    hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    home = Path(os.environ.get("HF_LEROBOT_HOME") or f"{hub}/lerobot")
+    home = _lerobot_home()
     revisions = home.expanduser() / "hub" / f"datasets--{repo_id.replace('/', '--')}" / "snapshots"
     if (home.expanduser() / repo_id).is_dir() or not revisions.is_dir():
         return str(home / repo_id)
     return str(max(revisions.iterdir(), key=lambda revision: revision.stat().st_mtime, default=home / repo_id))
+
+
+def how_to_download(missing: str | Path) -> str:
+    """What to type for a dataset that is missing where LeRobot keeps those of the hub; empty for all other paths."""
+    home, path = _lerobot_home().expanduser(), Path(missing).expanduser()
+    if home not in path.parents:
+        return ""
+    name = path.relative_to(home)
+    return (
+        f". With a network `hf download {name} --repo-type dataset --local-dir {path}` gets it; if you have it "
+        "elsewhere, give --data.repo-id FOLDER. `plan EXPERIMENT` forecasts memory and speed without it"
+    )
+
+
+def _lerobot_home() -> Path:
+    hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.environ.get("HF_LEROBOT_HOME") or f"{hub}/lerobot")
 
 
 def openpi_assets(checkpoint: str, asset_id: str) -> str:

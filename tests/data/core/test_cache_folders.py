@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import file_download
 
 from openpi_train.data.core import cache_folders
+from openpi_train.data.formats.lerobot.lerobot_layout import read_layout
 
 
 @pytest.fixture
@@ -37,3 +38,12 @@ def test_a_folder_of_the_datasets_name_comes_before_the_cache(home):
     downloaded(home, "a" * 40)
     (home / "me" / "demos").mkdir(parents=True)
     assert cache_folders.lerobot("me/demos") == str(home / "me" / "demos")
+
+
+def test_a_dataset_that_lerobot_has_not_downloaded_is_told_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
+    said = cache_folders.how_to_download(cache_folders.lerobot("me/demos"))
+    assert f"`hf download me/demos --repo-type dataset --local-dir {tmp_path / 'me' / 'demos'}`" in said
+    assert cache_folders.how_to_download(tmp_path.parent / "elsewhere") == cache_folders.how_to_download(tmp_path) == ""
+    with pytest.raises(FileNotFoundError, match=r"\(no meta/info.json\)\. With a network `hf download me/demos "):
+        read_layout(tmp_path / "me" / "demos")

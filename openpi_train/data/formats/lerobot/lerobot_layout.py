@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from openpi_train.data.core import files
+from openpi_train.data.core import cache_folders, files
 from openpi_train.data.core.findings import Finding
 from openpi_train.data.core.source import WIDEST_COLUMN
 from openpi_train.data.formats.lerobot.depth import depth_reason
@@ -99,7 +99,8 @@ def read_layout(root: Path) -> LeRobotLayout:
     """
     if not is_lerobot(root):
         raise FileNotFoundError(
-            f"{root} holds no LeRobot dataset (no {INFO_FILE}); give the folder with meta/, data/ and videos/"
+            f"{root} holds no LeRobot dataset (no {INFO_FILE})"
+            + (cache_folders.how_to_download(root) or "; give the folder with meta/, data/ and videos/")
         )
     try:
         info = _read_info(root)
