@@ -89,8 +89,8 @@ class OverrideFlags(Request):
     deepspeed: str | None = None
     # adamw, adafactor, lion, muon or sgd; set its fields with --optimizer.FIELD.
     optimizer: str | None = None
-    # Train on the dataset at this path, of demonstrations or texts; its format is detected. Texts may also be
-    # hub:USER/NAME.
+    # Train on the dataset at this path, of demonstrations or texts; its format is detected. Also the name of
+    # a LeRobot dataset that LeRobot has downloaded (HF_LEROBOT_HOME). Texts may also be hub:USER/NAME.
     dataset: str | None = None
     # Train on this LeRobot dataset: a folder, or its name on the Hugging Face hub, which is looked for where LeRobot
     # downloads to (HF_LEROBOT_HOME). Robot and other settings stay.

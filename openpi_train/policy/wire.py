@@ -49,6 +49,10 @@ class WireError(ValueError):
     """Bytes that are not a valid message of this format."""
 
 
+class ServerError(RuntimeError):
+    """A server's answer in text: what was wrong with the request."""
+
+
 def encode(message: object) -> bytes:
     """Encode a message as bytes. Raises TypeError for types that the format does not support."""
     packed = msgpack.packb(message, default=_stand_in)
@@ -56,8 +60,11 @@ def encode(message: object) -> bytes:
     return packed
 
 
-def decode(data: bytes, bounds: Bounds = Bounds()) -> Any:
-    """Decode a message. Raises WireError if it is invalid or exceeds `bounds`."""
+def decode(data: bytes | str, bounds: Bounds = Bounds()) -> Any:
+    """Decode a message. Raises WireError if it is invalid or exceeds `bounds`; ServerError, with the text, if it is a
+    text, which is how a server says what was wrong with a request."""
+    if isinstance(data, str):
+        raise ServerError(f"the server refused the request: {data}")
     reader = _Reader(data, bounds)
     try:
         message = reader.value()

@@ -37,6 +37,11 @@ def test_scalars_come_back_with_their_type():
         assert type(again) is type(value) and again == value
 
 
+def test_a_text_answer_is_an_error_with_the_text():
+    with pytest.raises(wire.ServerError, match="the state has the shape of"):
+        wire.decode("the state has the shape of 'state' [7]; expected [6]")
+
+
 BAD = {
     "no msgpack": b"\xc1",
     "cut off": wire.encode({"x": np.ones(5)})[:-3],

@@ -3,8 +3,10 @@
 Read next: `core/source.py`, then the `..._index.py` of `rlds/`, `lerobot/`, `zarr/` and `parquet/`.
 """
 
+import logging
 from pathlib import Path
 
+from openpi_train.data.core import cache_folders
 from openpi_train.data.core.source import SourceConfig
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.lerobot.lerobot_layout import is_lerobot
@@ -17,12 +19,22 @@ from openpi_train.data.formats.zarr import Zarr
 from openpi_train.data.formats.zarr.store import is_zarr
 
 
+logger = logging.getLogger(__name__)
+
+
 def source_at(path: str) -> SourceConfig:
-    """The source config for the dataset at `path`, from its metadata. Raises FileNotFoundError if there is none."""
+    """The source config for the dataset at `path`, from its metadata; of a name that is no path, for the LeRobot
+    dataset of this name where LeRobot downloads to. Raises FileNotFoundError if there is none."""
     if "://" not in path and not Path(path).expanduser().exists():
+        # A path that begins so is no name on the hub.
+        downloaded = None if path.startswith(("/", "~", ".")) else cache_folders.lerobot(path)
+        if downloaded is not None and is_lerobot(downloaded):
+            logger.info("%s is read from LeRobot's folder: %s", path, downloaded)
+            return LeRobot(path=downloaded)
         raise FileNotFoundError(
             f"{path} does not exist: give the folder of an RLDS dataset (with dataset_info.json), of a LeRobot one "
             "(with meta/info.json), a zarr store, or a folder of parquet files"
+            + ("" if downloaded is None else f"; nor is {downloaded}, where LeRobot would have it (--data.repo-id)")
         )
     if is_lerobot(path):
         return LeRobot(path=path)

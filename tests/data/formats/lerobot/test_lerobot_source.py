@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.runtime.exits import DataError
+from openpi_train.tools import check_data
 from openpi_train.tools import data as data_tool
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -109,6 +111,21 @@ def test_the_format_is_detected_from_the_metadata(tmp_path, bridge_sample):
     assert isinstance(source_at(str(bridge_sample)), Rlds)
     with pytest.raises(FileNotFoundError, match=r"holds no LeRobot dataset .*and .* holds no RLDS dataset"):
         source_at(str(tmp_path))
+
+
+def test_a_name_that_is_no_path_is_looked_for_where_lerobot_downloads_to(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"nor is {tmp_path}/home/me/demos, .*.--data.repo-id"):
+        source_at("me/demos")
+    shutil.copytree(FIXTURES / "v30_video", tmp_path / "home" / "me" / "demos")
+    with caplog.at_level("INFO"):
+        assert source_at("me/demos") == LeRobot(path=str(tmp_path / "home" / "me" / "demos"))
+    assert f"me/demos is read from LeRobot's folder: {tmp_path}/home/me/demos" in caplog.text
+    checked = check_data.check_path("me/demos", split=None, columns={}, held_out=None, num_frames=8)
+    assert checked[0].failure is None
+    shutil.copytree(FIXTURES / "v30_video", tmp_path / "me" / "demos")
+    assert source_at("me/demos") == LeRobot(path="me/demos")
 
 
 def test_the_data_verb_indexes_it_and_refuses_a_split_which_it_has_not(tmp_path, monkeypatch):
