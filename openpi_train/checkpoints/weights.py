@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from openpi_train.checkpoints.checkpoint_formats import model_params, named, open_checkpoint, open_place
-from openpi_train.interop.checkpoint_hub import is_address
+from openpi_train.interop.checkpoint_hub import is_address, is_cached
 from openpi_train.interop.native_format import recognises, recorded_experiment, recorded_tokenizer, without_sums
-from openpi_train.interop.openpi import parameter_names, state_leaves
+from openpi_train.interop.openpi import cache_folder, parameter_names, state_leaves
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.language import peft_adapter
 from openpi_train.models.language.accompanied import AccompaniedConfig
@@ -37,6 +37,10 @@ class WeightLoader(abc.ABC):
     def check(self, model: ModelConfig) -> None:
         """Raise what `load` would raise, as far as it is soon known. Called before anything of a run is written."""
         del model
+
+    def remote(self) -> list[str]:
+        """A sentence for each part that is not on this machine: that a start fetches it, and where a copy may lie."""
+        return []
 
     def tokenizer(self) -> str | None:
         """`tokens_fingerprint` of the tokenizer that the weights were trained with; None if not recorded."""
@@ -142,6 +146,27 @@ class CheckpointWeightLoader(WeightLoader):
         with _silence(), without_sums():  # the start itself says what it finds
             if here.load_state(model) is None:
                 here.load(model)
+
+    def remote(self) -> list[str]:
+        """Addresses of a bucket without openpi's cached copy, and of the hub that are not in its client's cache."""
+        given = {"--weight-loader.params-path": self.params_path, "--weight-loader.adapter-path": self.adapter_path}
+        found = []
+        for flag, where in given.items():
+            if is_address(where):
+                if not is_cached(where):
+                    found.append(
+                        f"{where} is not in the hub client's cache (HF_HOME): a start downloads it; a folder on this "
+                        f"machine is given with {flag}"
+                    )
+            elif "://" in where:
+                copy = cache_folder(where)
+                if copy is None or not copy.is_dir():
+                    place = f"put one at {copy}, openpi's cache, or " if copy is not None else ""
+                    found.append(
+                        f"{where} is not on this machine: a start reads it over the network; where there is none, bring "
+                        f"a copy: {place}give its folder with {flag}"
+                    )
+        return found
 
     def tokenizer(self) -> str | None:
         """The fingerprint in one of our checkpoints; None for other formats."""

@@ -4,6 +4,7 @@ An address is `hub:USER/NAME`, optionally with a folder and a revision: `hub:USE
 HF_HUB_OFFLINE set only the cache is used. Read next: `model_card.py`, `checkpoint_formats.py`.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ CARD = "README.md"
 def is_address(text: str) -> bool:
     """Whether the text is an address on the hub, valid or not."""
     return text.startswith(SCHEME)
+
+
+def is_cached(text: str) -> bool:
+    """Whether the hub client's cache has a snapshot of the address's repository, whole or in part."""
+    address = Address.of(text)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return False
+    with asking(address, "cannot be looked for") as client:
+        try:
+            revision = revision_of(address.name, address.revision)
+            client.snapshot_download(address.name, revision=revision, local_files_only=True)
+        except client.errors.LocalEntryNotFoundError:
+            return False
+    return True
 
 
 def fetch(text: str) -> Path:

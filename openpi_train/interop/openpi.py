@@ -41,18 +41,24 @@ _PARAMS, _VALUE = "params/", "/value"
 def cached(where: str) -> str:
     """The path of openpi's cached copy of the address `where`; `where` itself if there is none.
 
-    The cache is laid out by its `shared/download.py`: below OPENPI_DATA_HOME, or else ~/.cache/openpi. Any downloaded
-    part of a checkpoint counts.
+    Any downloaded part of a checkpoint counts.
     """
-    scheme, _, name = where.partition("://")
-    if scheme != "gs":
-        return where
-    home = Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser()
-    copy = home / name.strip("/")
-    if not copy.is_dir():
+    copy = cache_folder(where)
+    if copy is None or not copy.is_dir():
         return where
     logger.info("%s is read from openpi's cached copy, %s", where, copy)
     return str(copy)
+
+
+def cache_folder(where: str) -> Path | None:
+    """Where openpi keeps its copy of the address `where`, there or not; None for what it does not download.
+
+    The cache is laid out by its `shared/download.py`: below OPENPI_DATA_HOME, or else ~/.cache/openpi.
+    """
+    scheme, _, name = where.partition("://")
+    if scheme != "gs":
+        return None
+    return Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser() / name.strip("/")
 
 
 def recognises(place: Place) -> bool:

@@ -21,7 +21,7 @@ from openpi_train.runtime.world import World
 from openpi_train.tools import check_host
 from openpi_train.tools.check_host import CheckResult, fail, ok, warn
 from openpi_train.training.settling import Settling, open_if_ready
-from openpi_train.training.start_check import check_files, examine_data
+from openpi_train.training.start_check import check_files, examine_data, remote_weights
 
 _MOST_SKEW_S = 2.0
 
@@ -81,6 +81,10 @@ def needs(experiment: Experiment, world: World) -> Iterator[CheckResult]:
     check_files(experiment, settling.fitted, wrong)
     for error in wrong.errors:
         yield fail("start", str(error), "as it says; a run would end here too")
+    if not wrong.errors:
+        for line in remote_weights(experiment):
+            text, _, advice = line.partition("; ")
+            yield warn("start weights", text, advice)
     yield from check_host.writing(Path(experiment.checkpoint_base_dir), "--checkpoint-base-dir", checkpoint_bytes)
     yield from check_host.writing(experiment.assets_dir, "--assets-base-dir")
 

@@ -16,6 +16,7 @@ from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import begins
 from openpi_train.training.settling import Settling, open_if_ready, require_early
+from openpi_train.training.start_check import remote_weights
 
 
 def check_ahead(given: Experiment, num_devices: int) -> int:
@@ -62,6 +63,8 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
         print("its step, and knows. A larger --grad-accum needs less: fewer rows at a time")
     if text := other_tools.warning(os.environ):
         print(f"warning: {text}")
+    for line in remote_weights(given):
+        print(f"start weights: {line}")
     if settling.data is None:
         _tell_unchecked(notes)
     return 0

@@ -68,6 +68,11 @@ def check_downloads(given: Experiment, experiment: Experiment, together: ErrorCo
                 hub.require(text, "model", CheckpointError)
 
 
+def remote_weights(given: Experiment) -> list[str]:
+    """A sentence for all start weights that a start of `given` fetches from elsewhere; empty if it goes on."""
+    return given.weight_loader.remote() if begins(given) else []
+
+
 def examine_data(experiment: Experiment, together: ErrorCollector) -> list[str]:
     """Keep what is soon found wrong with the data; returns what was not looked at."""
     with together:

@@ -52,6 +52,28 @@ def test_an_estimate_above_what_there_is_is_not_said_to_fit(given, monkeypatch, 
     assert "fits" not in found and any(line.startswith("may not fit: ") for line in found)
 
 
+@pytest.mark.parametrize("address", ["gs://bucket/some/params", "hub:me/policy"])
+def test_start_weights_that_are_elsewhere_are_told_with_the_place_of_a_copy(
+    given, address, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path / "openpi"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    given = dataclasses.replace(given, weight_loader=CheckpointWeightLoader(params_path=address))
+    assert rehearse(given) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("start weights: ")]
+    assert line.startswith(f"start weights: {address} is not ") and "--weight-loader.params-path" in line
+    if address.startswith("gs:"):
+        assert f"{tmp_path}/openpi/bucket/some/params" in line
+
+
+def test_openpis_cached_copy_of_start_weights_is_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path))
+    loader = CheckpointWeightLoader(params_path="gs://bucket/some/params")
+    assert len(loader.remote()) == 1
+    (tmp_path / "bucket/some/params").mkdir(parents=True)
+    assert loader.remote() == []
+
+
 @pytest.mark.parametrize("name", ["arithmetic_sft", "arithmetic_grpo"])
 def test_texts_that_are_not_there_are_told_with_the_code_for_data(name, tmp_path, capsys):
     """Texts to learn, and prompts whose answers a reward judges."""

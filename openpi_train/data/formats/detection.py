@@ -18,7 +18,6 @@ from openpi_train.data.formats.rlds.schema import find_version
 from openpi_train.data.formats.zarr import Zarr
 from openpi_train.data.formats.zarr.store import is_zarr
 
-
 logger = logging.getLogger(__name__)
 
 
