@@ -64,15 +64,17 @@ _ADAPTERS = {"paligemma_variant": "gemma_2b_lora", "action_expert_variant": "gem
 pi0_lora = dataclasses.replace(pi0, model=dataclasses.replace(pi0.model, **_ADAPTERS), ema_decay=None, batch_size=32)
 """pi0 with low-rank adapters (0.5 B of 3.3 B parameters train) on your LeRobot dataset, for one GPU of 24 GB.
 
-Command: python -m openpi_train pi0_lora --exp-name x --dataset FOLDER
-Start weights and a trial: as pi0. Hardware: one GPU of 24 GB. Time and result: not yet measured.
+Command: python -m openpi_train pi0_lora --exp-name x --dataset FOLDER --grad-accum 16
+Start weights and a trial: as pi0. Hardware: one GPU of 24 GB (larger ones: a smaller --grad-accum, as `plan` says).
+Time and result: not yet measured.
 """
 
 pi05_lora = dataclasses.replace(pi05, model=dataclasses.replace(pi05.model, **_ADAPTERS), ema_decay=None, batch_size=32)
 """pi0.5 with low-rank adapters (0.5 B of 3.4 B parameters train) on your LeRobot dataset, for one GPU of 24 GB.
 
-Command: python -m openpi_train pi05_lora --exp-name x --dataset FOLDER
-Start weights and a trial: as pi0. Hardware: one GPU of 24 GB. Time and result: not yet measured.
+Command: python -m openpi_train pi05_lora --exp-name x --dataset FOLDER --grad-accum 16
+Start weights and a trial: as pi0. Hardware: one GPU of 24 GB (larger ones: a smaller --grad-accum, as `plan` says).
+Time and result: not yet measured.
 """
 
 smolvla = dataclasses.replace(

@@ -67,7 +67,7 @@ def main(
     """
     kinds = KINDS_OF_TARGETS if compiler == "gpu" or compile_all else KINDS
     machine = find_machine(device_kind, num_devices, num_hosts, device_gib, network_gb_s, efficiency, kinds)
-    compiler = _compiler(compiler, compile_all, machine, experiment)
+    asked, compiler = compiler, _compiler(compiler, compile_all, machine, experiment)
     compiled_memory.imitate(num_devices, experiment.sharding.tensor_devices)
     report = make_report(experiment, machine)
     if as_text:
@@ -86,6 +86,8 @@ def main(
             return gpu_step.compile_candidate([*words, *plan_text.flags(experiment, one)], one, flags)
 
         report, accounts = _judged(report, compile_one, compile_all=compile_all, as_text=as_text)
+    if as_text and asked == "auto" and chosen is not None and (unasked := _why_unasked(compiler, machine, experiment)):
+        print(f"\nThe compiler was not asked: {unasked}")
     if not as_text:
         print(json.dumps(_as_json(report, compiled, accounts), indent=1))
     return DONE if chosen is not None else USAGE
@@ -130,6 +132,17 @@ def _compiler(asked: str | None, compile_all: bool, machine: Machine, experiment
     if asked == "auto":
         return None if problem or not plugin.is_installed() or not has_target(machine.kind) else "gpu"
     return asked
+
+
+def _why_unasked(compiler: str | None, machine: Machine, experiment: Experiment) -> str | None:
+    """Why "auto" means no compiler here; None if it means one."""
+    if compiler is not None:
+        return None
+    if problem := gpu_programs.why_not("step", experiment):
+        return problem
+    if not has_target(machine.kind):
+        return f"there is no description of {machine.kind.name} for it"
+    return plugin.how_to_install()
 
 
 def find_machine(

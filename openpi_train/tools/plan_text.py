@@ -10,6 +10,8 @@ from openpi_train.parallel.remat import Remat
 from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools.compiled_memory import Compiled
+from openpi_train.training.run_length import length_in_words, num_recorded
+from openpi_train.training.start_check import remote_weights
 
 if TYPE_CHECKING:
     from openpi_train.tools.plan import Report
@@ -57,8 +59,20 @@ def tables(report: "Report") -> str:
     ]
     if report.iteration:
         parts.append(f"By this step {report.iteration.words()}")
-    if report.recommended:
-        parts.append(f"  {' '.join(flags(report.experiment, report.recommended))}")
+    if chosen := report.recommended:
+        step_s = (
+            chosen.step_s if report.iteration is None else report.iteration.seconds / report.iteration.cost.num_steps
+        )
+        if length := length_in_words(experiment, step_s, num_recorded(experiment)):
+            parts.append(f"Length: {length}")
+        if remote := remote_weights(experiment):
+            parts.append("\n".join(f"Start weights: {line}" for line in remote))
+        if chosen.grad_accum != experiment.grad_accum:
+            parts.append(
+                f"A run does not choose --grad-accum {chosen.grad_accum} by itself: without the flag it takes "
+                f"{experiment.grad_accum}, the least that this plan has looked at."
+            )
+        parts.append(f"  {' '.join(flags(experiment, chosen))}")
     return "\n\n".join(parts)
 
 

@@ -13,7 +13,7 @@ from openpi_train.launch import preflight
 from openpi_train.runtime import other_tools
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
-from openpi_train.training.run_length import unfit_for_length
+from openpi_train.training.run_length import length_in_words, num_recorded, unfit_for_length
 from openpi_train.training.rundir import begins
 from openpi_train.training.settling import Settling, open_if_ready, require_early
 from openpi_train.training.start_check import remote_weights
@@ -63,6 +63,10 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
         print("its step, and knows. A larger --grad-accum needs less: fewer rows at a time")
     if text := other_tools.warning(os.environ):
         print(f"warning: {text}")
+    step_s = prepared.forecast.step_s if prepared.forecast.machine.kind.is_known and given.rl is None else None
+    num_samples = num_recorded(given) if settling.data is None else settling.data.num_samples
+    if length := length_in_words(settling.experiment, step_s, num_samples):
+        print(f"length: {length}")
     for line in remote_weights(given):
         print(f"start weights: {line}")
     if settling.data is None:

@@ -1,5 +1,6 @@
-"""What a run of its length would hardly learn, told at its start. Read next: `optim/schedules.py`, `optim/ema.py`."""
+"""How long a run takes, and what one of its length would hardly learn, told before it starts. Read next: `optim/schedules.py`, `optim/ema.py`."""
 
+from openpi_train.data.robot.config import DataConfig
 from openpi_train.experiment import Experiment
 from openpi_train.optim import AdamW, Lion, learning_rate
 
@@ -28,6 +29,39 @@ def unfit_for_length(experiment: Experiment, num_samples: int | None = None) -> 
             f"last; give --log-interval {max(steps // 10, 1)}"
         )
     return problems
+
+
+def length_in_words(experiment: Experiment, step_s: float | None, num_samples: int | None) -> str | None:
+    """The run's steps in hours, and in passes over its data; None where neither is known, or its length is in epochs.
+
+    Args: `step_s` is a step's forecast time in seconds, of RL with its share of the rollouts; `num_samples` are the
+    rows of an epoch; each None if not known.
+    """
+    steps, size = experiment.num_train_steps, experiment.batch_size
+    if experiment.num_epochs is not None:
+        return None
+    told = []
+    if step_s is not None:
+        told.append(f"about {_in_words(steps * step_s / 3600)} hours, without compiling, evaluations and checkpoints")
+    if num_samples and experiment.rl is None:
+        passes = _in_words(steps * size / num_samples)
+        told.append(f"their {steps * size:,} rows are {passes} passes over the {num_samples:,} of the data")
+    return f"{steps:,} steps (--num-train-steps): {'; '.join(told)}" if told else None
+
+
+def num_recorded(experiment: Experiment) -> int | None:
+    """The rows of the only dataset, those held out included, if its metadata say how many. Raises nothing."""
+    data = experiment.data
+    if not isinstance(data, DataConfig) or len(data.datasets) != 1:
+        return None
+    try:
+        return data.datasets[0].source.num_steps_in_metadata()
+    except (OSError, ValueError):
+        return None  # opening the data says why
+
+
+def _in_words(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _of_rates(experiment: Experiment) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_plan_without_the_plugin_says_how_to_install_it(monkeypatch, capsys, f
     monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
     monkeypatch.setattr(compiled_memory, "imitate", lambda *_: None)
     assert cli.run(["plan", "debug", "--devices", "8", "--device-kind", "h100", *flags]) == USAGE
-    assert "pip install 'jax[cuda12]==" in capsys.readouterr().err
+    assert "pip install 'jax[cuda13]==" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -175,7 +175,14 @@ def test_a_plan_that_gpus_compiler_cannot_judge_is_an_estimate_where_nothing_is_
     monkeypatch.setattr(compiled_memory, "compile_step", lambda *_: pytest.fail("nobody asked for that"))
     words = ["plan", "debug", "--devices", "8", "--device-kind", "h100", "--sharding.offload", "optimizer"]
     assert cli.run(words) == DONE
-    assert "memory: an estimate, within a quarter" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "memory: an estimate, within a quarter" in text
+    assert "The compiler was not asked: --sharding.offload optimizer cannot be compiled for GPUs" in text
+    monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
+    assert cli.run(words[:-2]) == DONE
+    assert "The compiler was not asked: XLA's GPU compiler comes with jax's CUDA plugin" in capsys.readouterr().out
+    assert cli.run([*words[:-2], "--no-compile"]) == DONE
+    assert "was not asked" not in capsys.readouterr().out
 
 
 def test_an_unknown_kind_is_refused_by_the_verb_with_those_that_it_knows(monkeypatch, capsys):

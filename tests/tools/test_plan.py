@@ -55,6 +55,17 @@ def test_the_tables_end_with_a_recommendation_as_flags(monkeypatch, capsys):
     for strategy in CUT:
         assert len(re.findall(rf"^  {strategy} ", text, re.MULTILINE)) == 1 + len(get_args(Remat))
     assert text.endswith("--sharding.strategy replicated --model.remat none --grad-accum 1\n")
+    assert "does not choose --grad-accum" not in text and "Length: " in text and " hours, without compiling" in text
+
+
+@pytest.mark.slow
+def test_accumulation_that_a_run_would_not_choose_by_itself_is_told(monkeypatch, capsys):
+    flags = ("--devices", "1", "--device-kind", "h100", "--batch-size", "512", "--no-compile", "--device-gib", "0.5")
+    code, text = run(monkeypatch, capsys, *flags)
+    assert code == DONE
+    number = int(re.search(r"--grad-accum (\d+)\n$", text)[1])
+    assert number > 1
+    assert f"does not choose --grad-accum {number} by itself: without the flag it takes 1, " in text
 
 
 @pytest.mark.slow

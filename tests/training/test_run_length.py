@@ -9,7 +9,7 @@ from openpi_train import registry
 from openpi_train.optim import SGD, EmaWarmup, LRSchedule
 from openpi_train.runtime.world import WorldFlags
 from openpi_train.training.dry_run import dry_run
-from openpi_train.training.run_length import unfit_for_length
+from openpi_train.training.run_length import length_in_words, unfit_for_length
 
 SOUND = dataclasses.replace(
     small_runs.small, num_train_steps=40, ema_decay=None, lr_schedule=LRSchedule(warmup_steps=4, decay_steps=None)
@@ -99,6 +99,19 @@ def test_a_run_of_less_than_one_line_of_the_log_is_told():
     (line,) = lines(log_interval=41)
     assert line.startswith("--log-interval 41: this run of 40 steps") and line.endswith("give --log-interval 4")
     assert lines(log_interval=40) == []
+
+
+def test_a_length_is_told_in_hours_and_in_passes_as_far_as_they_are_known():
+    given = dataclasses.replace(SOUND, num_train_steps=20_000, batch_size=32)
+    told = length_in_words(given, 0.9, 598)
+    # 20,000 steps of 0.9 s are 5 hours; 640,000 rows of 598 are 1,070.2 passes.
+    assert told.startswith("20,000 steps (--num-train-steps): about 5 hours, ")
+    assert told.endswith("; their 640,000 rows are 1,070 passes over the 598 of the data")
+    assert "hours" not in length_in_words(given, None, 598)
+    assert "0.64 passes over the 1,000,000" in length_in_words(given, None, 1_000_000)
+    assert "passes" not in length_in_words(given, 0.9, None)
+    assert length_in_words(given, None, None) is None
+    assert length_in_words(dataclasses.replace(given, num_epochs=2), 0.9, 598) is None
 
 
 def test_a_dry_run_tells_it(tmp_path, capsys):

@@ -180,6 +180,13 @@ class SourceConfig(abc.ABC):
         """
         return {name: column.shape[1:] for name, column in self.open().columns.items()}
 
+    def num_steps_in_metadata(self) -> int | None:
+        """The control steps of the dataset, without opening it; None if its metadata do not say.
+
+        Raises OSError or ValueError if they cannot be read.
+        """
+        return None
+
 
 def stored_name(name: str) -> str:
     """The name of a column or camera in formats without slashes; the inverse of `column_name`."""

@@ -40,12 +40,16 @@ def is_installed() -> bool:
 
 def require() -> None:
     """Raise UsageError, with the command that installs it, if the plugin is missing."""
-    if is_installed():
-        return
+    if not is_installed():
+        raise UsageError(f"{how_to_install()}; `plan --compiler cpu` needs none")
+
+
+def how_to_install() -> str:
+    """A sentence that says what is missing, with the command that installs it."""
     version = importlib.metadata.version("jax")
-    raise UsageError(
+    return (
         "XLA's GPU compiler comes with jax's CUDA plugin, which is not installed (no GPU is needed; about 4 GB): "
-        f"pip install 'jax[cuda12]=={version}'; `plan --compiler cpu` needs none"
+        f"pip install 'jax[cuda13]=={version}'"
     )
 
 

@@ -65,7 +65,7 @@ def test_models_ask_the_target_for_wide_heads(kind, can):
 def test_without_the_plugin_the_command_that_installs_it_is_told(monkeypatch):
     monkeypatch.setattr(plugin, "PLUGINS", ("no_such_plugin",))
     assert not plugin.is_installed()
-    with pytest.raises(UsageError, match=re.escape(f"pip install 'jax[cuda12]=={jax.__version__}'")):
+    with pytest.raises(UsageError, match=re.escape(f"pip install 'jax[cuda13]=={jax.__version__}'")):
         plugin.set_environment({}, 8, 1)
 
 

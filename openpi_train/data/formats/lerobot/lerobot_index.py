@@ -61,6 +61,10 @@ class LeRobot(IndexedConfig):
     def sidecar(self) -> "LeRobotIndex":
         return LeRobotIndex(self, Path(self.path).expanduser())
 
+    def num_steps_in_metadata(self) -> int | None:
+        found = read_json(Path(self.path).expanduser() / INFO_FILE).get("total_frames")
+        return found if isinstance(found, int) else None
+
 
 @dataclasses.dataclass(frozen=True)
 class LeRobotIndex(Sidecar):

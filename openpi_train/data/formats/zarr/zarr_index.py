@@ -67,6 +67,9 @@ class Zarr(IndexedConfig):
         store = self.store()
         return {name: shape for name, (_, shape) in read_layout(store).columns.items()}
 
+    def num_steps_in_metadata(self) -> int | None:
+        return int(read_layout(self.store()).episode_ends[-1])
+
 
 @dataclasses.dataclass(frozen=True)
 class ZarrIndex(Sidecar):

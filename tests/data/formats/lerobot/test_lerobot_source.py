@@ -40,6 +40,7 @@ def test_frames_columns_and_tasks_are_bit_for_bit_what_lerobot_reads(sources, na
     source, expected = sources[name], np.load(FIXTURES / f"{name}.npz")
     steps = expected["steps"]
     assert source.episode_ends.tolist() == [20, 37, 60]
+    assert LeRobot(path=str(FIXTURES / name)).num_steps_in_metadata() == 60
     assert source.cameras == (FRONT, WRIST)
     for camera in source.cameras:
         np.testing.assert_array_equal(source.frames(steps, camera), expected[camera.replace("/", ".")], strict=True)

@@ -146,6 +146,7 @@ def test_the_format_is_detected_and_shapes_cost_no_index(stores, tmp_path, monke
         source_at(str(tmp_path / "absent"))
     given = data_tool.Index(path=str(stores["v3.zarr"]))
     assert given.open().num_episodes == 3
+    assert source_at(given.path).num_steps_in_metadata() == given.open().num_steps
     with pytest.raises(ValueError, match="is a Zarr dataset, which has no splits: leave out --split val"):
         dataclasses.replace(given, split="val").open()
 
