@@ -196,7 +196,20 @@ def _with_robots(experiment: Experiment, datasets: Sequence[Dataset]) -> Experim
             "experiment"
         )
     robots = [one.robot for one in datasets if isinstance(one.robot, DatasetArm)]
-    for one, robot in zip(datasets, robots, strict=True):
+    model = experiment.policy
+    if robots:
+        model = model.for_robot(len(robots[0].state_dims), len(robots[0].action_dims), tuple(robots[0].cameras))
+    evaluated = dataclasses.replace(experiment.robot_eval, closed_loop=ClosedLoop())
+    return _on_datasets(dataclasses.replace(experiment, model=model, eval=evaluated), datasets)
+
+
+def tell_robots(experiment: Experiment, before: Experiment) -> None:
+    """Log the robots that datasets describe, where they are not those of the experiment `before`."""
+    new, old = (one.data.datasets if isinstance(one.data, DataConfig) else () for one in (experiment, before))
+    for one in new:
+        robot = one.robot
+        if one in old or not isinstance(robot, DatasetArm):
+            continue
         logger.info(
             "the robot of %s: state %s (%d dims), action %s (%d dims, %s), %g Hz, cameras %s",
             *(one.source.location, robot.state_columns[0], len(robot.state_dims), robot.action_columns[0]),
@@ -204,11 +217,6 @@ def _with_robots(experiment: Experiment, datasets: Sequence[Dataset]) -> Experim
             robot.rate_hz,
             ", ".join(f"{slot}: {feature}" for slot, feature in robot.cameras.items()) or "none",
         )
-    model = experiment.policy
-    if robots:
-        model = model.for_robot(len(robots[0].state_dims), len(robots[0].action_dims), tuple(robots[0].cameras))
-    evaluated = dataclasses.replace(experiment.robot_eval, closed_loop=ClosedLoop())
-    return _on_datasets(dataclasses.replace(experiment, model=model, eval=evaluated), datasets)
 
 
 def require_robots(experiment: Experiment) -> None:

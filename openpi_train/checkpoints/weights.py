@@ -163,8 +163,8 @@ class CheckpointWeightLoader(WeightLoader):
                 if copy is None or not copy.is_dir():
                     place = f"put one at {copy}, openpi's cache, or " if copy is not None else ""
                     found.append(
-                        f"{where} is not on this machine: a start reads it over the network; where there is none, bring "
-                        f"a copy: {place}give its folder with {flag}"
+                        f"{where} is not on this machine: a start reads it over the network; where there is none, "
+                        f"bring a copy: {place}give its folder with {flag}"
                     )
         return found
 

@@ -5,6 +5,7 @@ predicts the mean action of the training data, which a policy learns that ignore
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,9 +62,10 @@ class ActionError(Measure):
         name = "val/action_mse_ema" if "val/action_mse_ema" in last else "val/action_mse"
         if not (name in first and name in last):
             return None
+        before, after, constant = (math.sqrt(max(value, 0.0)) for value in (first[name], last[name], last[BASELINE]))
         return (
-            f"open-loop action error (mean squared, normalised): {first[name]:.4f} before, {last[name]:.4f} after, "
-            f"{last[BASELINE]:.4f} by the mean action; {against_mean_action(last[name], last[BASELINE]).words}"
+            f"open-loop action error (root mean square, normalised): {before:.4f} before, {after:.4f} after, "
+            f"{constant:.4f} by the mean action; {against_mean_action(after, constant).words}"
         )
 
     def _baseline(self) -> float:

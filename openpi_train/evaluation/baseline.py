@@ -24,7 +24,7 @@ class Comparison:
 
 
 def against_mean_action(error: float, baseline: float) -> Comparison:
-    """Compare a policy's error with that of the mean action of the training data, in the same unit, both at least 0."""
+    """Compare a policy's root mean square error with that of the mean action of the training data, both at least 0."""
     mean = "the mean action of the training data"
     if not math.isfinite(error):
         return Comparison(f"not a number, so not to be compared with {mean}", False)

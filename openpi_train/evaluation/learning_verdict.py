@@ -80,8 +80,11 @@ def _of_actions(lines: Sequence[JsonObject]) -> tuple[bool, str] | None:
                 than = "below" if error < constant else "not below"
                 mean = f"that of the mean of the evaluated actions, {constant:.4g}"
                 return error < constant, f"the action error, {error:.4g}, is {than} {mean}"
+            error, constant = (math.sqrt(max(one, 0.0)) for one in (error, constant))  # as `eval` compares
             found = against_mean_action(error, constant)
-            words = f"the action error on held-out data, {error:.4g}, is {found.text} ({constant:.4g})"
+            words = (
+                f"the action error on held-out data, {error:.4g} (root mean square), is {found.text} ({constant:.4g})"
+            )
             return None if found.has_learned is None else (found.has_learned, words)
     return None
 

@@ -174,6 +174,7 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
         write_json(folder / "open_loop.json", {"settings": _settings(request), **result})
         print(f"open loop, {len(episodes)} held-out episodes, {result['control_steps']} control steps:")
         print(open_loop.table(result))
+        print(f"plots of predicted and recorded actions: {', '.join(str(folder / name) for name in result['plots'])}")
 
 
 def _in_closed_loop(

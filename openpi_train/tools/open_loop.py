@@ -129,7 +129,7 @@ def table(found: Mapping[str, Any]) -> str:
     if "verdict" in found:
         whole = found["overall"]
         lines.append(
-            f"over all dims, in standard deviations of the training actions: {whole['rms']:.4g}, and "
+            f"root mean square over all dims, in standard deviations of the training actions: {whole['rms']:.4g}, and "
             f"{whole['rms_of_mean_action']:.4g} of the mean action\nthe policy is {found['verdict']}"
         )
     return "\n".join(lines)

@@ -1,4 +1,7 @@
-"""How long a run takes, and what one of its length would hardly learn, told before it starts. Read next: `optim/schedules.py`, `optim/ema.py`."""
+"""How long a run takes, and what one of its length would hardly learn, told before it starts.
+
+Read next: `optim/schedules.py`, `optim/ema.py`.
+"""
 
 from openpi_train.data.robot.config import DataConfig
 from openpi_train.experiment import Experiment

@@ -23,6 +23,7 @@ from openpi_train.data.core.files import lines_of, write_json
 from openpi_train.data.core.interface import Feed, OpenedData
 from openpi_train.data.core.tuning import usable_cores
 from openpi_train.data.robot.normalize import differing_norm_stats
+from openpi_train.data.robot.opened import OpenedDatasets
 from openpi_train.evaluation.learning_verdict import LearningVerdict, learning_verdict
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.experiment import Experiment
@@ -368,8 +369,15 @@ def report(run: Run) -> None:
         rate = f"--lr-schedule.peak-lr {3 * peak:g}"
         lines.append(f"resume {place} {longer} {rate}  # where the loss rose: {peak / 3:g}")
     if isinstance(run.experiment.model, PolicyConfig):
-        lines[1:1] = [f"eval {place}", f"serve {place}"]
+        lines[1:1] = [*_evaluations(run, place), f"serve {place}"]
     elif policy_of(run.experiment.model) is not None:
         lines[1:1] = [f"generate {place} --prompt TEXT", f"serve {place}"]
     for line in lines:
         logger.info("next: python -m openpi_train %s", line)
+
+
+def _evaluations(run: Run, place: str) -> list[str]:
+    """The words of `eval` for a robot policy's run: none without held-out episodes and without an environment."""
+    if not isinstance(run.data, OpenedDatasets) or run.data.validation is not None:
+        return [f"eval {place}"]
+    return [f"eval {place} --held-out 0"] if run.experiment.robot_eval.closed_loop.num_episodes else []

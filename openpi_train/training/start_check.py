@@ -12,6 +12,8 @@ import jax
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.choice import require_robots
 from openpi_train.data.core import hub
+from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.tokenizers.tokenizer import require_tokenizer
 from openpi_train.experiment import Experiment
 from openpi_train.interop.checkpoint_hub import is_address
 from openpi_train.interop.config_json import classes_of, config_from_json
@@ -60,7 +62,10 @@ def check_downloads(given: Experiment, experiment: Experiment, together: ErrorCo
     if not isinstance(model, PolicyConfig) or model.rows.reads_text:
         for text, kind in experiment.data.on_hub().items():
             with together:
-                hub.require(text, kind, DataError)
+                if isinstance(experiment.data, DataConfig) and text == f"{hub.SCHEME}{experiment.data.tokenizer}":
+                    require_tokenizer(experiment.data.tokenizer)
+                else:
+                    hub.require(text, kind, DataError)
     loader = experiment.weight_loader
     if begins(given) and isinstance(loader, CheckpointWeightLoader):
         for text in filter(is_address, (loader.params_path, loader.adapter_path)):

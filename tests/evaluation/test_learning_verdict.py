@@ -66,8 +66,8 @@ def test_actions_are_compared_with_the_mean_action_of_the_training_data_where_it
     more = {"val/action_mse_mean_baseline": 9.0, "val/action_mse_of_mean_action": 1.0}
     found = learning_verdict(evaluations(2.0, 1.0, **more, **{"val/action_mse": 2.5}))
     assert found.reasons == (
-        "the action error on held-out data, 2.5, is worse than the mean action of the training data by a factor 2.5 "
-        "(1)",
+        "the action error on held-out data, 1.581 (root mean square), is worse than the mean action of the training "
+        "data by a factor 1.58 (1)",  # the root of 2.5
     )
     assert learning_verdict(evaluations(2.0, 1.0, **more, **{"val/action_mse": 0.5})).has_learned
 

@@ -44,6 +44,8 @@ def run_of(base: Path) -> Path:
 
 def test_nothing_held_out_is_warned_of_with_the_flag(finished):
     check(finished[1], DONE, "no episode is held out", "--data.validation-fraction")
+    assert "next: python -m openpi_train serve" in finished[1].stderr
+    assert "next: python -m openpi_train eval" not in finished[1].stderr
 
 
 def test_an_existing_run_is_left_alone(finished):

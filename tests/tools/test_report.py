@@ -39,8 +39,8 @@ def test_a_policy_that_is_better_than_the_mean_action_has_learned(tmp_path):
     assert ended == ("neutral", "Ended at step 10 of 10.")
     assert error[0] == "good"
     assert error[1] == (
-        "This run has learned: the action error on held-out data, 0.2, is better than the mean action of the training "
-        "data by a factor 3.1 (0.62)."
+        "This run has learned: the action error on held-out data, 0.4472 (root mean square), is better than the mean "
+        "action of the training data by a factor 1.76 (0.7874)."  # the root of 3.1
     )
 
 
@@ -63,7 +63,7 @@ def test_a_policy_that_is_worse_and_whose_loss_has_not_fallen_has_not_learned(tm
         "The loss is not a number at 1 logged steps, first at 9.",
         "2 updates were skipped",
         "This run has not learned: the held-out loss is 2.01, and was 2 before the first step",
-        "2, is worse than the mean action of the training data by a factor 2.0 (1).",
+        "1.414 (root mean square), is worse than the mean action of the training data by a factor 1.41 (1).",
     ):
         assert part in words
 

@@ -126,13 +126,13 @@ def hub_file(repository: str, file: str, *, offline: bool, what: str, how: str) 
     return path
 
 
-def require(text: str, repo_type: Literal["model", "dataset"], raised: type[RunError]) -> None:
+def require(text: str, repo_type: Literal["model", "dataset"], raised: type[RunError], file: str = "") -> None:
     """Raise as `hub_folder` if the repository of an address is neither in the client's cache nor given by the hub.
 
-    Nothing is downloaded, and the hub is asked once, if at all.
+    Nothing is downloaded, and the hub is asked once, if at all. `file` is the one that is needed of it; none: all.
     """
     address = Address.of(text)
-    with asking(address, "cannot be fetched", raised) as client:
+    with asking(address, "cannot be fetched", raised, file) as client:
         revision = revision_of(address.name, address.revision, repo_type)
         try:
             client.snapshot_download(address.name, repo_type=repo_type, revision=revision, local_files_only=True)
@@ -170,8 +170,8 @@ def hub_folder(
 
 
 @contextlib.contextmanager
-def asking(address: Address, what: str, raised: type[RunError] = CheckpointError) -> Iterator[Any]:
-    """The hub's client; its errors, and those of two libraries that it uses, are `raised`, with advice."""
+def asking(address: Address, what: str, raised: type[RunError] = CheckpointError, file: str = "") -> Iterator[Any]:
+    """The hub's client; its errors, and those of two libraries that it uses, are `raised`, with advice on `file`."""
     try:
         import huggingface_hub  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
@@ -182,7 +182,7 @@ def asking(address: Address, what: str, raised: type[RunError] = CheckpointError
     try:
         yield huggingface_hub
     except Exception as error:
-        raise raised(f"{address} {what}: {_reason(error, address)}") from error
+        raise raised(f"{address} {what}: {_reason(error, address, file)}") from error
 
 
 _ASK_S = 10.0

@@ -132,6 +132,12 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     config.check_dims(model)
     length = model.rows.text_length(tokenizer, [*prompts(windows), *request.prompts])
     _report_blank(config, windows, reads_text=model.rows.reads_text)
+    if not model.rows.reads_text and (different := len({text for text, _ in prompts(windows)} - {""})) > 1:
+        logger.info(
+            "data: this model reads no text: it learns the %d different instructions as one task, and cannot be told "
+            "which to do; pi0, pi05 and smolvla read them",
+            different,
+        )
     data = open_data(
         config,
         shape=model.rows.window,

@@ -15,13 +15,18 @@ from typing import Any, SupportsInt
 import numpy as np
 import sentencepiece
 
-from openpi_train.data.core import cache_folders, files
+from openpi_train.data.core import cache_folders, files, hub
 from openpi_train.data.core.hub import hub_file
+from openpi_train.runtime.exits import DataError
 
 logger = logging.getLogger(__name__)
 
 # File name of a SentencePiece model.
 FILE = "tokenizer.model"
+_HOW = (
+    "give the path of a SentencePiece model with --data.tokenizer (PaliGemma's is `tokenizer.model` of "
+    "google/paligemma-3b-pt-224 on the hub, or gs://big_vision/paligemma_tokenizer.model)"
+)
 # Name of the built-in tokenizer with one piece per byte, for runs on fake data.
 BYTES = "bytes"
 
@@ -190,15 +195,19 @@ def _train(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
+def require_tokenizer(repository: str) -> None:
+    """Raise DataError if neither the hub nor its client's cache has this repository. Nothing is downloaded."""
+    try:
+        hub.require(f"{hub.SCHEME}{repository}", "model", DataError, FILE)
+    except DataError as error:
+        raise DataError(f"{error}; or {_HOW}") from error
+
+
 def _read_model(name: str, offline: bool) -> bytes:
     path = Path(name).expanduser()
     path = path / FILE if path.is_dir() else path
     if path.is_file():
         return path.read_bytes()
-    how = (
-        "give the path of a SentencePiece model with --data.tokenizer (PaliGemma's is `tokenizer.model` of "
-        "google/paligemma-3b-pt-224 on the hub, or gs://big_vision/paligemma_tokenizer.model)"
-    )
     if name.endswith(".model"):
-        raise FileNotFoundError(f"no tokenizer at {name}: {how}.{cache_folders.how_to_write(name)}")
-    return hub_file(name, FILE, offline=offline, what="tokenizer", how=how).read_bytes()
+        raise FileNotFoundError(f"no tokenizer at {name}: {_HOW}.{cache_folders.how_to_write(name)}")
+    return hub_file(name, FILE, offline=offline, what="tokenizer", how=_HOW).read_bytes()
