@@ -18,6 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: gpu-tests gpu-steps gpu-loops gpu-policies gpu-others gpu-serving gpu-checkpoint gpu-run
 
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
+	@echo "pip installs the tested versions into $(VENV): a few minutes"
 	$(call install,$(VENV),dev)
 	touch $@
 

@@ -25,6 +25,7 @@ from openpi_train.command_line import (
     whole_number,
 )
 from openpi_train.fields import at_least
+from openpi_train.runtime.device_kinds import KINDS
 from openpi_train.runtime.exits import UsageError
 from openpi_train.serve.request import ServeRequest
 from openpi_train.tools import data, requests
@@ -156,6 +157,13 @@ def test_results_of_an_evaluation_do_not_go_into_a_file(tmp_path, capsys):
     for out in (tmp_path / "file", tmp_path / "file" / "results"):
         assert cli.run(["eval", "run", "--out", str(out)]) == 2
         assert f"--out {out}: {tmp_path}/file is a file; name a folder" in capsys.readouterr().err
+
+
+def test_the_help_of_a_plan_lists_every_kind_of_device(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.run(["plan", "--help"])
+    words = set(re.findall(r"[a-z0-9-]+", capsys.readouterr().out))
+    assert {kind.name for kind in KINDS} <= words
 
 
 @pytest.mark.parametrize(("word", "number"), [("12", 12), ("10_000", 10_000), ("1e4", 10_000), ("-2.0", -2)])

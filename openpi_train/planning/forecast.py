@@ -247,10 +247,10 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast | None, str]:
     fitting = sorted((one for one in forecasts if one.fits), key=lambda one: one.step_s)
     if not fitting:
         least = least_memory(forecasts)
+        adapters = "" if least.memory.frozen else ", or train low-rank adapters only"
         why = (
             f"nothing fits: {least.words()} needs least, with {least.rows} row(s) on a device at a time, and "
-            f"{least.machine.usable_bytes / GIB:.1f} GiB can be used; take more or larger devices, or train low-rank "
-            "adapters only"
+            f"{least.machine.usable_bytes / GIB:.1f} GiB can be used; take more or larger devices{adapters}"
         )
         memory = least.memory
         if memory.generation > memory.step:

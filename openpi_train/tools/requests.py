@@ -85,7 +85,8 @@ class AheadRequest(Request):
     experiment: ExperimentName
     # Devices of the run, over all hosts.
     devices: int = at_least(1, dataclasses.MISSING)
-    # b200, h200, h100, a100, a100-40gb, l40s, rtx6000-ada, rtx4090, ...
+    # b200, gh200, h200, h100-nvl, h100-pcie, h100, a100-pcie, a100-40gb, a100, l40s, a40, rtx6000-ada, a6000, rtx5090,
+    # rtx4090 or rtx3090. Of another GPU, a similar one, with its --device-gib.
     device_kind: str
     # Hosts, with equally many devices each.
     hosts: int = at_least(1, 1)

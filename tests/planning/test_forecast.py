@@ -211,12 +211,15 @@ def test_where_nothing_fits_the_least_need_and_what_helps_are_told():
     best, why = recommend(candidates([layout("replicated", 200, 0), layout("zero3", 90, 0)]))
     assert best is None
     assert "zero3, remat full" in why and "91.0 GiB" in why and "81.0 GiB can be used" in why
-    assert "generate" not in why
+    assert "generate" not in why and why.endswith("or train low-rank adapters only")
     zero3 = layout("zero3", 70, 0)
     generating = dataclasses.replace(zero3, memory=lambda n: dataclasses.replace(zero3.memory(n), generation=12 * GIB))
     _, why = recommend(candidates([generating], [FULL]))
     assert "without the texts that are generated between steps it needs 78.0 GiB" in why
     assert "(--eval.completions-per-device, or none in training: --eval.num-prompts 0)" in why
+    adapted = dataclasses.replace(zero3, memory=lambda n: dataclasses.replace(zero3.memory(n), frozen=21 * GIB))
+    _, why = recommend(candidates([adapted], [FULL]))
+    assert why.endswith("take more or larger devices")
 
 
 def test_a_strategy_that_shards_more_is_advised_where_it_cuts_what_does_not_fit():
