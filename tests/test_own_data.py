@@ -72,6 +72,13 @@ def test_adapters_are_openpis(name):
     assert own.model.pi05 == (name == "pi05") and own.weight_loader == registry.load(name).weight_loader
 
 
+def test_only_the_robot_that_is_trained_is_told(caplog):
+    caplog.set_level("INFO")
+    parsed("act", "--dataset", LEROBOT, "--data.robot", "relative")
+    (line,) = [record.message for record in caplog.records if record.message.startswith("the robot of")]
+    assert "(7 dims, relative to the state but grippers)" in line
+
+
 def test_each_way_to_name_a_dataset_does_the_same():
     found = parsed("act", "--dataset", LEROBOT)
     assert parsed("act", "--data.mixture", LEROBOT) == parsed("act", "--data.repo-id", LEROBOT) == found

@@ -132,12 +132,6 @@ def open_run_data(config: DataConfig, request: OpeningRequest) -> OpenedDatasets
     config.check_dims(model)
     length = model.rows.text_length(tokenizer, [*prompts(windows), *request.prompts])
     _report_blank(config, windows, reads_text=model.rows.reads_text)
-    if not model.rows.reads_text and (different := len({text for text, _ in prompts(windows)} - {""})) > 1:
-        logger.info(
-            "data: this model reads no text: it learns the %d different instructions as one task, and cannot be told "
-            "which to do; pi0, pi05 and smolvla read them",
-            different,
-        )
     data = open_data(
         config,
         shape=model.rows.window,
@@ -374,7 +368,7 @@ def _digest(stats: Mapping[str, NormStats]) -> str:
 
 
 def _report_blank(config: DataConfig, windows: Sequence[Windows], *, reads_text: bool) -> None:
-    """Log the episodes that are left out without an instruction, and the samples that have none."""
+    """Log the episodes that are left out without an instruction, the samples that have none, and texts in vain."""
     for dataset, window in zip(config.datasets, windows, strict=True):
         if skipped := int(window.unlabeled.sum()):
             logger.info(
@@ -391,6 +385,12 @@ def _report_blank(config: DataConfig, windows: Sequence[Windows], *, reads_text:
                 if reads_text
                 else "",
             )
+    if not reads_text and (different := len({text for text, _ in prompts(windows)} - {""})) > 1:
+        logger.info(
+            "data: this model reads no text: it learns the %d different instructions as one task, and cannot be told "
+            "which to do; pi0, pi05 and smolvla read them",
+            different,
+        )
 
 
 def _report(opened: OpenedDatasets) -> None:

@@ -167,6 +167,17 @@ def test_a_run_says_what_is_left_out_and_what_is_blank(caplog):
         assert record.levelname == level and said in record.message and record.message.startswith("data: arm: ")
 
 
+def test_a_run_says_that_its_model_does_not_read_several_instructions(caplog):
+    caplog.set_level(logging.INFO)
+    for texts, reads, lines in ((("push", "lift", ""), False, 1), (("push", "lift"), True, 0), (("push",), False, 0)):
+        caplog.clear()
+        source = FakeData(num_episodes=9, episode_length=9, seed=3, prompts=texts)
+        config = DataConfig(datasets=(Dataset(source=source, robot=Bridge(), asset_id="arm"),))
+        _report_blank(config, open_windows(config, SHAPE), reads_text=reads)
+        told = [record.message for record in caplog.records if "reads no text" in record.message]
+        assert len(told) == lines and all("the 2 different instructions as one task" in line for line in told)
+
+
 def test_skipping_changes_the_rows_identity_only_where_it_changes_rows(open_small):
     def identity(**fields):
         dataset = Dataset(
