@@ -13,15 +13,19 @@ from openpi_train.json_object import JsonObject
 
 # Of older runs: the error of the mean of the evaluated actions themselves.
 FORMER_BASELINE = "val/action_mse_mean_baseline"
+# The share by which the last held-out loss is above the lowest where that is worth a word: less is noise.
+_CLEARLY = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningVerdict:
     """`has_learned`: None if the lines do not tell. `reasons`: a sentence for each measure that speaks against it, or,
-    of a run that has learned, for it."""
+    of a run that has learned, for it. `lowest_step`: the step of the lowest held-out loss, if the last is clearly above
+    it."""
 
     has_learned: bool | None
     reasons: tuple[str, ...] = ()
+    lowest_step: int | None = None
 
     @property
     def words(self) -> str:
@@ -41,33 +45,54 @@ def learning_verdict(lines: Sequence[JsonObject]) -> LearningVerdict:
     found = [_of_training(lines), _of_held_out_loss(lines), _of_actions(lines)]
     told = [one for one in found if one is not None]
     against = tuple(sentence for is_good, sentence in told if not is_good)
-    if not told or against:
-        return LearningVerdict(has_learned=False if told else None, reasons=against)
-    return LearningVerdict(has_learned=True, reasons=tuple(sentence for _, sentence in told))
+    lowest = _lowest(_held_out_losses(lines))
+    has_learned = not against if told else None
+    reasons = against or tuple(sentence for _, sentence in told)
+    return LearningVerdict(has_learned=has_learned, reasons=reasons, lowest_step=lowest[0] if lowest else None)
 
 
 def _of_training(lines: Sequence[JsonObject]) -> tuple[bool, str] | None:
-    reward = [float(line["rl/reward"]) for line in lines if line.get("rl/reward") is not None]
-    values = reward or [float(line["loss"]) for line in lines if line.get("loss") is not None]
+    reward = [(line["step"], float(line["rl/reward"])) for line in lines if line.get("rl/reward") is not None]
+    values = reward or [(line["step"], float(line["loss"])) for line in lines if line.get("loss") is not None]
     if len(values) < 2:
         return None
     quarter = max(len(values) // 4, 1)
-    begin, end = (sum(part) / quarter for part in (values[:quarter], values[-quarter:]))
+    parts = values[:quarter], values[-quarter:]
+    begin, end = (sum(value for _, value in part) / quarter for part in parts)
     is_good = end > begin if reward else end < begin  # false for NaN
     what, way = ("mean reward", "rose") if reward else ("training loss", "fell")
-    return is_good, f"the {what} {way if is_good else f'never {way}'}, from {begin:.4g} at first to {end:.4g} at last"
+    # A run that goes on has longer quarters, so its first one has another mean than before.
+    first, last = map(_steps, parts)
+    return is_good, f"the {what} {way if is_good else f'never {way}'}, from {begin:.4g} ({first}) to {end:.4g} ({last})"
+
+
+def _steps(part: Sequence[tuple[int, float]]) -> str:
+    first, last = part[0][0], part[-1][0]
+    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def _of_held_out_loss(lines: Sequence[JsonObject]) -> tuple[bool, str] | None:
-    values = [(line["step"], _averaged(line, "val/loss")) for line in lines if "val/loss" in line]
+    values = _held_out_losses(lines)
     if len(values) < 2 or values[0][0] != 0:  # the first is then not that of the start
         return None
-    begin, end = values[0][1], values[-1][1]
+    begin, end, lowest = values[0][1], values[-1][1], _lowest(values)
+    where = "" if lowest is None or lowest[0] == 0 else f" (lowest: {lowest[1]:.4g} at step {lowest[0]})"
     if end < begin:
-        return True, f"the held-out loss fell from {begin:.4g} to {end:.4g}"
-    step, least = min(values, key=lambda one: (math.isnan(one[1]), one[1]))
-    lowest = f" (it was lowest at step {step}: {least:.4g})" if least < begin else ""
-    return False, f"the held-out loss is {end:.4g}, and was {begin:.4g} before the first step{lowest}"
+        return True, f"the held-out loss fell from {begin:.4g} to {end:.4g}{where}"
+    return False, f"the held-out loss is {end:.4g}, and was {begin:.4g} before the first step{where}"
+
+
+def _held_out_losses(lines: Sequence[JsonObject]) -> list[tuple[int, float]]:
+    """The evaluations' steps and losses."""
+    return [(line["step"], _averaged(line, "val/loss")) for line in lines if "val/loss" in line]
+
+
+def _lowest(values: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """The step and value of the lowest loss; None if the last is not clearly above it."""
+    found = min((one for one in values if math.isfinite(one[1])), key=lambda one: one[1], default=None)
+    if found is None or values[-1][1] <= found[1] + _CLEARLY * abs(found[1]):  # false for NaN
+        return None
+    return found
 
 
 def _of_actions(lines: Sequence[JsonObject]) -> tuple[bool, str] | None:

@@ -6,6 +6,7 @@ Read next: `report.py`; `evaluation/learning_verdict.py`, by which the end of th
 import math
 import shlex
 
+from openpi_train.checkpoints.step_dirs import best_of
 from openpi_train.evaluation.learning_verdict import learning_verdict
 from openpi_train.tools.list_runs import state_of
 from openpi_train.tools.page import Verdict
@@ -61,9 +62,23 @@ def _is_not_finite(value: object) -> bool:
 
 def _learning(run: RunFiles) -> list[Verdict]:
     found = learning_verdict(run.metrics)
-    return (
-        [] if found.has_learned is None else [Verdict(f"{found.words[0].upper()}{found.words[1:]}.", found.has_learned)]
-    )
+    told = []
+    if found.has_learned is not None:
+        told.append(Verdict(f"{found.words[0].upper()}{found.words[1:]}.", found.has_learned))
+    if found.lowest_step is not None:
+        told.append(Verdict(_of_lowest(run, found.lowest_step)))
+    return told
+
+
+def _of_lowest(run: RunFiles, step: int) -> str:
+    """Where the weights of the lowest held-out loss are, which are clearly better than the last ones."""
+    best = best_of(run.path)
+    if best is not None and best.step < run.step:
+        there = f"{shlex.quote(str(run.path / 'best'))} has the checkpoint of the lowest one that was saved, step"
+        return f"The held-out loss was lowest at step {step}: {there} {best.step}."
+    if step == 0:
+        return "The held-out loss was lowest before the first step."
+    return f"The held-out loss was lowest at step {step}, of which there is no checkpoint (--save-best)."
 
 
 def _success(run: RunFiles) -> list[Verdict]:

@@ -50,12 +50,13 @@ class ProgressReport:
         """The line for the interval since the last report; shown on process 0.
 
         Args:
-            values: metrics. Shown are, where given, `loss`, `samples_per_s`, `time/step_s`, `time/acting_share` and
-                `data/wait_s`.
+            values: metrics. Shown are, where given, `loss`, what `_of_rollouts` takes, `samples_per_s`, `time/step_s`,
+                `time/acting_share` and `data/wait_s`.
         """
         parts = [f"step {self._step}/{self._num_steps}"]
         if "loss" in values:
             parts.append(f"loss {float(values['loss']):.4f}")
+        parts += _of_rollouts(values)
         if "samples_per_s" in values:
             parts.append(f"{float(values['samples_per_s']):.1f} samples/s")
         if "time/step_s" in values:
@@ -84,3 +85,19 @@ class ProgressReport:
         """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
+
+
+def _of_rollouts(values: JsonObject) -> list[str]:
+    """What says whether a run on own rollouts learns, which its loss does not; nothing for other runs.
+
+    The reward and its standard deviation, the divergences from the acting policy (`approx_kl`) and from the reference
+    (`kl`), and the units of a rollout: each where the run measures it.
+    """
+    if values.get("rl/reward") is None:
+        return []
+    spread = values.get("rl/reward_std")
+    parts = [f"reward {float(values['rl/reward']):.4g}" + ("" if spread is None else f" +- {float(spread):.2g}")]
+    parts += [f"{name} {float(values[name]):.2g}" for name in ("approx_kl", "kl") if values.get(name) is not None]
+    if values.get("rl/length_mean") is not None:
+        parts.append(f"length {float(values['rl/length_mean']):.1f}")
+    return parts

@@ -159,7 +159,7 @@ class Run:
             self.last_metrics = {**self.last_metrics, **self.goodput.metrics()}
             self.goodput.write(step, if_due=True)
         self.metrics.log(step, self.last_metrics)
-        self.progress.report(values)
+        self.progress.report(self.last_metrics)
         if self.device_speed is not None and not self.profiler.is_tracing and self.device_speed.look():
             self.recorder.lateness.pause()  # that was no lateness
         told = session.told_times()

@@ -24,6 +24,7 @@ from openpi_train.data.core.interface import Feed, OpenedData
 from openpi_train.data.core.tuning import usable_cores
 from openpi_train.data.robot.normalize import differing_norm_stats
 from openpi_train.data.robot.opened import OpenedDatasets
+from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.evaluation.learning_verdict import LearningVerdict, learning_verdict
 from openpi_train.evaluation.measure import EvaluationContext
 from openpi_train.experiment import Experiment
@@ -359,21 +360,31 @@ def report(run: Run) -> None:
     if len(run.history) > 1:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):
             logger.info("%s", line)
-    place, longer = shlex.quote(str(run.directory)), f"--num-train-steps {2 * run.experiment.num_train_steps}"
-    lines = [f"report {place}", f"resume {place} {longer}"]
     found = _verdict(run.directory) if jax.process_index() == 0 else LearningVerdict(has_learned=None)
     if found.has_learned is not None:
         logger.log(logging.INFO if found.has_learned else logging.WARNING, "%s", found.words)
-    if found.has_learned is False:
-        peak = run.experiment.lr_schedule.peak_lr
-        rate = f"--lr-schedule.peak-lr {3 * peak:g}"
-        lines.append(f"resume {place} {longer} {rate}  # where the loss rose: {peak / 3:g}")
-    if isinstance(run.experiment.model, PolicyConfig):
-        lines[1:1] = [*_evaluations(run, place), f"serve {place}"]
-    elif policy_of(run.experiment.model) is not None:
-        lines[1:1] = [f"generate {place} --prompt TEXT", f"serve {place}"]
-    for line in lines:
+    for line in _next_commands(run, found):
         logger.info("next: python -m openpi_train %s", line)
+
+
+def _next_commands(run: Run, found: LearningVerdict) -> list[str]:
+    """What to type after a run with this verdict."""
+    experiment, place = run.experiment, shlex.quote(str(run.directory))
+    lines, best, saved, why = [f"report {place}"], run.checkpoints.best, place, ""
+    if found.lowest_step is not None and best is not None and best.step < run.step:
+        saved, why = shlex.quote(str(run.directory / "best")), f"  # step {best.step}, of the lowest held-out loss"
+    if isinstance(experiment.model, PolicyConfig):
+        lines += [f"{one}{why}" for one in (*_evaluations(run, saved), f"serve {saved}")]
+    elif policy_of(experiment.model) is not None:
+        is_talk = isinstance(run.data, OpenedText) and run.data.is_conversational
+        lines += [f"generate {saved} {'--message' if is_talk else '--prompt'} TEXT{why}", f"serve {saved}{why}"]
+    longer = f"resume {place} --num-train-steps {2 * experiment.num_train_steps}"
+    lines.append(longer)
+    # A reward that did not rise says nothing of the learning rate.
+    if found.has_learned is False and experiment.rl is None:
+        peak = experiment.lr_schedule.peak_lr
+        lines.append(f"{longer} --lr-schedule.peak-lr {3 * peak:g}  # where the loss rose: {peak / 3:g}")
+    return lines
 
 
 def _evaluations(run: Run, place: str) -> list[str]:

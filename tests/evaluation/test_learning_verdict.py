@@ -18,7 +18,7 @@ def evaluations(*losses, **more):
 def test_a_loss_that_fell_is_learning_and_one_that_did_not_is_not():
     found = learning_verdict(training(4.0, 3.0, 2.0, 1.0))
     assert found.has_learned
-    assert found.words == "this run has learned: the training loss fell, from 4 at first to 1 at last"
+    assert found.words == "this run has learned: the training loss fell, from 4 (step 10) to 1 (step 40)"
     for losses in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.5, 1.0, math.nan)):
         assert learning_verdict(training(*losses)).has_learned is False
     # Means over a quarter of the lines: single batches do not decide. (3 + 1) / 2 = 2, (1 + 2.5) / 2 = 1.75.
@@ -40,10 +40,27 @@ def test_the_held_out_loss_decides_against_the_training_loss():
     found = learning_verdict(lines)
     assert found.has_learned is False
     assert found.words == (
-        "this run has not learned: the held-out loss is 2.5, and was 2 before the first step (it was lowest at step "
-        "10: 1)"
+        "this run has not learned: the held-out loss is 2.5, and was 2 before the first step (lowest: 1 at step 10)"
     )
     assert learning_verdict(evaluations(2.0, 1.0)).has_learned
+
+
+def test_a_held_out_loss_that_was_clearly_lower_before_is_told():
+    found = learning_verdict(evaluations(6.055, 0.9597, 1.1958))
+    assert found.has_learned and found.lowest_step == 10
+    assert found.reasons == ("the held-out loss fell from 6.055 to 1.196 (lowest: 0.9597 at step 10)",)
+    # By 2 %, of its size where losses are below 0; NaN is no lowest one, and above all.
+    for losses, step in (
+        ((6.0, 1.0, 1.02), None),
+        ((6.0, 1.0, 1.021), 10),
+        ((6.0, -1.0, -0.97), 10),
+        ((6.0, -1.0, -0.99), None),
+        ((6.0, math.nan, 2.0, math.nan), 20),
+        ((6.0, 5.0, 4.0), None),
+        ((1.0, 2.0), 0),
+    ):
+        assert learning_verdict(evaluations(*losses)).lowest_step == step, losses
+    assert learning_verdict(training(2.0, 1.0)).lowest_step is None
 
 
 def test_the_average_is_what_counts_if_there_is_one():
@@ -78,4 +95,9 @@ def test_a_run_on_own_rollouts_is_judged_by_its_reward():
 
     assert learning_verdict(lines(0.1, 0.5)).has_learned
     found = learning_verdict(lines(0.5, 0.5))
-    assert found.has_learned is False and "the mean reward never rose, from 0.5 at first to 0.5" in found.words
+    assert found.has_learned is False and "the mean reward never rose, from 0.5 (step 0) to 0.5 (step 1)" in found.words
+    # A quarter of a run that went on is longer: the words say of which steps it is.
+    first = learning_verdict(lines(0.5566, 0.6, 0.65, 0.7)).words
+    longer = learning_verdict(lines(0.5566, 0.6442, 0.65, 0.7, 0.8, 0.8, 0.9, 0.8)).words
+    assert "rose, from 0.5566 (step 0) to 0.7 (step 3)" in first
+    assert "rose, from 0.6004 (steps 0-1) to 0.85 (steps 6-7)" in longer

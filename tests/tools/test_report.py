@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from openpi_train.data.core.files import write_json
+from openpi_train.interop.manifest import write_manifest
 from openpi_train.tools.page import Chart, DataTable, Line, page
 from openpi_train.tools.report import html_of
 from openpi_train.tools.report_curves import curves
@@ -66,6 +67,23 @@ def test_a_policy_that_is_worse_and_whose_loss_has_not_fallen_has_not_learned(tm
         "1.414 (root mean square), is worse than the mean action of the training data by a factor 1.41 (1).",
     ):
         assert part in words
+
+
+def test_where_the_weights_of_a_clearly_lower_held_out_loss_are(tmp_path):
+    lines = [{"step": step, "val/loss": loss} for step, loss in ((0, 6.055), (100, 0.9597), (375, 1.1958))]
+    run = run_with(tmp_path / "x", lines, num_train_steps=375)
+    assert said(run)[1] == (
+        "good",
+        "This run has learned: the held-out loss fell from 6.055 to 1.196 (lowest: 0.9597 at step 100).",
+    )
+    nowhere = "The held-out loss was lowest at step 100, of which there is no checkpoint (--save-best)."
+    assert said(run)[2:] == [("neutral", nowhere)]
+    # A checkpoint of a step near it, as saved.
+    write_json(run.path / "best.json", {"step": 150, "value": 0.97})
+    (run.path / "150").mkdir()
+    write_manifest(run.path / "150")
+    there = f"{run.path}/best has the checkpoint of the lowest one that was saved, step 150."
+    assert said(run)[2:] == [("neutral", f"The held-out loss was lowest at step 100: {there}")]
 
 
 def test_the_former_baseline_is_shown_as_what_it_is(tmp_path):

@@ -33,6 +33,25 @@ def test_second_interval_forgets_the_first():
     assert "| acting 25% | data wait" in report.report({"time/step_s": 1.0, "time/acting_share": 0.25})
 
 
+def test_a_run_on_own_rollouts_shows_its_reward_and_how_far_it_moves():
+    values = {
+        "loss": -0.0014,
+        "rl/reward": 0.68125,
+        "rl/reward_std": 0.2414,
+        "rl/length_mean": 8.62,
+        "samples_per_s": 9,
+    }
+    report = ProgressReport(40, console=Console(file=io.StringIO()))
+    report.advance(16, step_s=1.0)
+    line = report.report({**values, "approx_kl": 0.0412, "kl": 0.00321})
+    start, end = "step 16/40 | loss -0.0014 | reward 0.6813 +- 0.24 | ", "length 8.6 | 9.0 samples/s"
+    assert line == f"{start}approx_kl 0.041 | kl 0.0032 | {end}"
+    # What a method does not measure, or could not, is left out.
+    assert report.report({**values, "approx_kl": None}) == f"{start}{end}"
+    # Other methods have a kl, too, which is none of a policy.
+    assert report.report({"loss": 1.0, "kl": 3.0}) == "step 16/40 | loss 1.0000"
+
+
 def test_terminal_shows_a_bar_and_logs_no_line(caplog):
     screen = io.StringIO()
     with caplog.at_level(logging.INFO):

@@ -65,6 +65,11 @@ class OpenedText(OpenedData):
     def row_shapes(self) -> dict[str, list[int]]:
         return {name: list(shape) for name, (shape, _) in self.train.spec.items()}
 
+    @property
+    def is_conversational(self) -> bool:
+        """Whether a dataset has conversations, so that the model knows its chat template."""
+        return any(member.store.conversational for member in self.train.members)
+
     def feed(
         self, *, batch_size: int, sharding: "Sharding", num_workers: int | Literal["auto"], cores: int | None
     ) -> Feed:
