@@ -68,9 +68,9 @@ class PromptSource:
         dataset, index = self._locate(draw)
         return int(self._firsts[dataset]) + index
 
-    def prompt(self, draw: int) -> TextPrompt:
-        """The prompt that is drawn as the `draw`-th."""
-        dataset, index = self._locate(draw)
+    def prompt(self, prompt_id: int) -> TextPrompt:
+        """The prompt of this number."""
+        dataset, index = self._place(prompt_id)
         return prompt_of(self._members[dataset], int(self._samples[dataset][index]), self._tokenizer)
 
     def read_records(self, config: TextData) -> frozenset[str]:
@@ -87,9 +87,9 @@ class PromptSource:
             records[:] = [PromptRecord(one.prompt, {**columns, **one.columns}) for one in records]
         return frozenset(columns)
 
-    def record(self, draw: int) -> PromptRecord | None:
-        """The record of the prompt that is drawn as the `draw`-th; None before `read_records`."""
-        dataset, index = self._locate(draw)
+    def record(self, prompt_id: int) -> PromptRecord | None:
+        """The record of the prompt of this number; None before `read_records`."""
+        dataset, index = self._place(prompt_id)
         return self._records[dataset][index] if self._records else None
 
     def ends(self) -> list[int]:
@@ -100,6 +100,11 @@ class PromptSource:
             for sample in samples[:_LOOKED_AT]
         )
         return list(dict.fromkeys(end for end in found if end is not None))
+
+    def _place(self, prompt_id: int) -> tuple[int, int]:
+        """The dataset of a prompt, and its number among those of the dataset."""
+        dataset = int(np.searchsorted(self._firsts, prompt_id, side="right")) - 1
+        return dataset, prompt_id - int(self._firsts[dataset])
 
     def _locate(self, draw: int) -> tuple[int, int]:
         block, place = divmod(draw, _BLOCK)

@@ -1,6 +1,6 @@
 """Keeps a few rollouts of an iteration to look at, in the run's `rollouts/<iteration>`. Read next: `rollout_feed.py`.
 
-rollouts.jsonl              a line per rollout
+rollouts.jsonl              a line per rollout: of texts prompt and completion, of robots what happened
 <k>_success.mp4, _failure   what a robot saw in line k, a picture per query
 """
 
@@ -75,8 +75,7 @@ def _line(actor: Actor, rollouts: Rollouts, number: int, video: str | None) -> M
         "prompt_id": int(rollouts.prompt_ids[number]),
         "reward": float(rollouts.rewards[number]),
         "outcome": None if np.isnan(outcome) else outcome,
-        "units": int(rollouts.mask[number].sum()),
         "is_cut": bool(rollouts.is_cut[number]),
-        "what": actor.describe(rollouts, number),
-        "video": video,
+        **actor.shown(rollouts, number),
+        **({} if video is None else {"video": video}),
     }

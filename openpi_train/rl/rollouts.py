@@ -130,6 +130,10 @@ class Actor(abc.ABC):
         """A readable description of a rollout."""
         return f"rollout at prompt {rollouts.prompt_ids[number]}, reward {rollouts.rewards[number]:g}"
 
+    def shown(self, rollouts: Rollouts, number: int) -> Mapping[str, Any]:
+        """What the line of a rollout that is kept to look at says of what was done, as JSON (`rollout_samples.py`)."""
+        return {"units": int(rollouts.mask[number].sum()), "what": self.describe(rollouts, number)}
+
     def pictures(self, rollouts: Rollouts, number: int) -> Sequence[Mapping[str, np.ndarray]]:
         """What was seen in a rollout, from the first picture to the last: uint8 [height, width, 3] by camera.
 

@@ -5,6 +5,7 @@ Read next: `rewards/judge.py`, `generation/generator.py`.
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,13 @@ class TextActor(Actor):
 
     def act(self, params: Params, draws: Sequence[int], group_size: int) -> Rollouts:
         texts = self._with(params)
-        prompts = [prompt for draw in draws for prompt in [self._prompts.prompt(draw)] * group_size]
-        groups = [group for draw in draws for group in [(draw, self._prompts.record(draw))] * group_size]
+        ids = [self.prompt_id(draw) for draw in draws]
+        prompts = [prompt for one in ids for prompt in [self._prompts.prompt(one)] * group_size]
+        groups = [
+            group
+            for draw, one in zip(draws, ids, strict=True)
+            for group in [(draw, self._prompts.record(one))] * group_size
+        ]
         rows = [draw * group_size + number for draw in draws for number in range(group_size)]
         found = texts.complete([prompt.tokens for prompt in prompts], self._settings, rows=rows, after_step=self._look)
         texts.generator.release()
@@ -108,7 +114,7 @@ class TextActor(Actor):
         rewards = self._judge(completed)
         columns = self._columns(completed, [_log_probs(new) for new in found])
         return Rollouts(
-            prompt_ids=np.repeat([self.prompt_id(draw) for draw in draws], group_size),
+            prompt_ids=np.repeat(ids, group_size),
             rewards=rewards.total,
             outcomes=rewards.outcomes,
             is_cut=np.array([new.tokens.finish_reason == "length" for new in found]),
@@ -125,6 +131,25 @@ class TextActor(Actor):
     def describe(self, rollouts: Rollouts, number: int) -> str:
         tokens = rollouts.columns["tokens"][number, rollouts.columns["segments"][number] > 0]
         return f"{self._tokenizer.decode(tokens)!r}, reward {rollouts.rewards[number]:g}"
+
+    def shown(self, rollouts: Rollouts, number: int) -> Mapping[str, Any]:
+        """Prompt and completion as rewards see them, the reference or the columns of the record, and each reward."""
+        prompt_id = int(rollouts.prompt_ids[number])
+        prompt, record = self._prompts.prompt(prompt_id), self._prompts.record(prompt_id)
+        row = rollouts.columns["tokens"][number, rollouts.columns["segments"][number] > 0].tolist()
+        own = len(row) - int(rollouts.mask[number].sum())
+        # The last token is that which ended it, if no limit did. A decoder may need what is before the completion.
+        ended = row if rollouts.is_cut[number] else row[:-1]
+        before, whole = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (row[:own], ended))
+        told: dict[str, Any] = {"prompt": prompt.text, "completion": whole[len(before) :], "tokens": len(row) - own}
+        if len(rollouts.parts) > 1:
+            parts = {name.removeprefix("reward/"): float(values[number]) for name, values in rollouts.parts.items()}
+            told["rewards"] = {name: None if math.isnan(value) else value for name, value in parts.items()}
+        if record is not None:
+            told["columns"] = {name: value for name, value in record.columns.items() if value != record.prompt}
+        elif prompt.reference:
+            told["reference"] = prompt.reference
+        return told
 
     def close(self) -> None:
         self._judge.close()

@@ -233,12 +233,30 @@ def own_rollouts(run: RunFiles) -> list[Block]:
 
 def _rollouts(file: Path) -> list[Block]:
     folder, lines = file.parent, [present_metrics(line) for _, line in read_json_lines(file)]
-    rows = [[line["prompt_id"], line["reward"], line["units"], "yes" if line["is_cut"] else "no"] for line in lines]
+    rows = [
+        [line["prompt_id"], line["reward"], line.get("tokens", line.get("units")), "yes" if line["is_cut"] else "no"]
+        for line in lines
+    ]
     table = DataTable(["prompt", "reward", "units", "ended by a limit"], rows)
-    films = [(folder / line["video"], line["what"]) for line in lines if line["video"]]
+    films = [(folder / line["video"], line["what"]) for line in lines if line.get("video")]
     shown = [Media.of_file(path, what) for path, what in films if path.is_file()]
-    texts = [_text(f"prompt {line['prompt_id']}", line["what"]) for line in lines if not line["video"]]
+    texts = [block for line in lines if not line.get("video") for block in _rollout(line)]
     return [Heading(f"Iteration {int(folder.name)}"), table, *([Beside(shown)] if shown else []), *texts]
+
+
+def _rollout(line: JsonObject) -> list[Block]:
+    """A rollout in words: of texts prompt, completion and what else its line has."""
+    title = f"prompt {line['prompt_id']}"
+    if "completion" not in line:  # of a robot, or of a version that had one text
+        return [_text(title, line["what"])]
+    rewards = "".join(f", {name} {value}" for name, value in line.get("rewards", {}).items())
+    columns = line.get("columns") or ({"reference": line["reference"]} if "reference" in line else {})
+    more = [_text("columns", json.dumps(columns, ensure_ascii=False))] if columns else []
+    return [
+        _text(title, line["prompt"]),
+        _text(f"completion: reward {line['reward']:.4g}{rewards}", line["completion"]),
+        *more,
+    ]
 
 
 def _closed_loop(folder: RunFiles) -> list[Block]:

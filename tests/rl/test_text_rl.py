@@ -30,6 +30,7 @@ from openpi_train.parallel.strategy import Plan
 from openpi_train.rl.rewards import reward_model
 from openpi_train.rl.rewards.text_reward import TextReward
 from openpi_train.rl.rollout_feed import RolloutFeed
+from openpi_train.rl.rollout_samples import keep_some
 from openpi_train.rl.text_actor import TextActor
 from openpi_train.rl.text_rl import TextRL
 from openpi_train.runtime.exits import DataError, UsageError
@@ -253,13 +254,57 @@ def test_prompts_of_several_datasets_are_contexts_of_their_own(folder, make, tmp
     actor = make(datasets=datasets).feed._actor
     by_context: dict[int, set] = {}
     for draw in range(60):
-        by_context.setdefault(actor.prompt_id(draw), set()).add(actor._prompts.prompt(draw).place)
+        by_context.setdefault(actor.prompt_id(draw), set()).add(actor._prompts.prompt(actor.prompt_id(draw)).place)
     # One prompt for each prompt, and one prompt for each prompt, also where a dataset is there twice.
     assert sorted(by_context) == list(range(actor._prompts.num_prompts))
     assert all(len(places) == 1 for places in by_context.values())
     assert actor._prompts.num_prompts == (6 if names == ("a", "b") else 4)
     if names == ("a", "b"):
         assert len(set.union(*by_context.values())) == 6
+
+
+REWARDS = """
+def length(completions, answer, **columns):
+    return [float(len(text)) for text in completions]
+
+def code(completions, **columns):
+    return [sum(map(ord, text)) if text else None for text in completions]
+"""
+
+
+def test_a_line_of_rollouts_says_what_the_rewards_were_given_and_each_of_them(make, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    records = [{"prompt": problem, "answer": [number], "from": "a\nbook"} for number, problem in enumerate(PROBLEMS)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rewards = tuple(TextReward(name=f"{tmp_path}/rewards.py:{name}") for name in ("length", "code"))
+    datasets = (TextDataset(path=str(tmp_path / "asked.jsonl")),)
+    made = make(datasets=datasets, kind="prompts", rl=dataclasses.replace(PRACTICE, rewards=rewards))
+    with jax.set_mesh(made.plan.real_mesh):
+        keep_some(tmp_path, made.feed._actor, made.feed._collector.collect(made.state.params), 8)
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    names = "prompt_id reward outcome is_cut prompt completion tokens rewards columns"
+    assert [*lines[0]] == names.split() and len(lines) >= 4
+    for line in lines:
+        text, given = line["completion"], line["rewards"]
+        assert given == {"0_length": len(text), "1_code": sum(map(ord, text)) or None}
+        assert line["reward"] == len(text) + (given["1_code"] or 0) and line["outcome"] == len(text)
+        # A character is a token, and the end of a text is one more; so are special ones, which have no text.
+        assert len(text) + (not line["is_cut"]) <= line["tokens"] <= PRACTICE.max_new_tokens
+        problem = line["prompt"].removeprefix("<s>")
+        assert line["columns"] == {"answer": [PROBLEMS.index(problem)], "from": "a\nbook"}
+    made.feed.close()
+
+
+@pytest.mark.parametrize("completion", ["8", None])
+def test_a_line_of_rollouts_has_the_reference_if_there_is_one(make, tmp_path, completion):
+    records = [{"prompt": problem, **({"completion": completion} if completion else {})} for problem in PROBLEMS]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made = make(datasets=(TextDataset(path=str(tmp_path / "asked.jsonl")),), kind="texts" if completion else "prompts")
+    with jax.set_mesh(made.plan.real_mesh):
+        rollouts = made.feed._actor.act(made.state.params, [0], 2)
+    line = made.feed._actor.shown(rollouts, 1)
+    assert [*line] == ["prompt", "completion", "tokens", *(["reference"] if completion else [])]
+    assert line.get("reference") == completion
 
 
 def test_prompts_that_leave_no_room_are_left_out_or_refused(make, caplog):

@@ -13,6 +13,7 @@ from openpi_train.interop.manifest import write_manifest
 from openpi_train.tools.page import Chart, DataTable, Line, page
 from openpi_train.tools.report import html_of
 from openpi_train.tools.report_curves import curves
+from openpi_train.tools.report_parts import own_rollouts
 from openpi_train.tools.report_verdict import verdicts
 from openpi_train.tools.run_files import RunFiles
 
@@ -130,6 +131,25 @@ def test_curves_of_several_runs_share_a_chart_and_what_differs_is_listed(tmp_pat
 def test_a_value_that_was_measured_once_is_no_empty_chart(tmp_path):
     heading, table = curves([run_with(tmp_path / "x", [{"step": 5, "loss": 1.5}])])
     assert heading.text == "Measured once" and table.rows == [["Training loss", "training", 5, 1.5]]
+
+
+def test_kept_rollouts_of_texts_are_shown_with_what_they_were_rewarded_for(tmp_path):
+    line = {"prompt_id": 3, "reward": 0.75, "outcome": 0.5, "is_cut": True, "prompt": "1+\n2=", "completion": "3\n"}
+    more = {"tokens": 8, "rewards": {"0_right": 0.5, "1_short": None}, "columns": {"answer": "drei ß"}}
+    run = run_with(tmp_path / "x", [{"step": 1, "rl/reward": 0.1}])
+    for iteration, one in ((1, {**line, **more}), (11, {**line, "tokens": 8, "reference": "3"})):
+        (run.path / "rollouts" / str(iteration)).mkdir(parents=True)
+        (run.path / "rollouts" / str(iteration) / "rollouts.jsonl").write_text(json.dumps(one))
+    blocks = own_rollouts(run)
+    assert [block.rows for block in blocks if block.kind == "table"] == [[[3, 0.75, 8, "yes"]]] * 2
+    assert [(block.title, block.text) for block in blocks if block.kind == "preformatted"] == [
+        ("prompt 3", "1+\n2="),
+        ("completion: reward 0.75, 0_right 0.5, 1_short None", "3\n"),
+        ("columns", '{"answer": "drei ß"}'),
+        ("prompt 3", "1+\n2="),
+        ("completion: reward 0.75", "3\n"),
+        ("columns", '{"reference": "3"}'),
+    ]
 
 
 _PROBE = """<script>window.onload = () => {
