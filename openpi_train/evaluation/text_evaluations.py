@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from openpi_train.data.core.files import write_text
-from openpi_train.data.text.answer_scores import score_named
+from openpi_train.data.text.answer_scores import AnswerScore, score_named
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_prompts import TextPrompt
@@ -45,7 +45,8 @@ class CompletionScores(Measure):
     """`val/<score>`, `val/mean_length`, `val/fraction_ended`; of several completions `val/pass@<k>` and `val/maj@<k>`.
 
     pass@k and maj@k are those of the first score: a completion whose score is at least 1 is right. Lengths are in
-    tokens, without the token that ends a completion. Each is also measured of the averaged weights (`_ema`), whose
+    tokens, without the token that ends a completion. Scores that compare with a reference are left out if no prompt has
+    one. Each is also measured of the averaged weights (`_ema`), whose
     completions are written to `samples.jsonl`, or without an average those of the weights.
 
     Every process has all completions and scores a share of them.
@@ -57,8 +58,8 @@ class CompletionScores(Measure):
 
     def __init__(self, running: EvaluationContext, config: "TextEvaluations"):
         self._running, self._samples, self._num_written = running, config.samples, config.num_written
-        self._scores = [score_named(name) for name in config.scores]
         tokenizer, prompts = _held_out_prompts(running, config.num_prompts)
+        self._scores = _usable([score_named(name) for name in config.scores], prompts)
         how: Any = {"samples": config.samples, "rows_per_device": config.completions_per_device}
         self._completer = Completer(running, tokenizer, prompts, config.sampling, **how)
 
@@ -143,6 +144,18 @@ class CompletionScores(Measure):
             lines.append(json.dumps({**line, "completions": completions}, ensure_ascii=False))
         # One file per evaluation: what a resumed run repeats replaces it.
         write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def _usable(scores: Sequence[AnswerScore], prompts: Sequence[TextPrompt]) -> list[AnswerScore]:
+    """The scores that say something of completions of these prompts."""
+    has_references = any(prompt.reference for prompt in prompts)
+    found = [score for score in scores if has_references or not score.compares]
+    if left_out := [score.name for score in scores if score not in found]:
+        logger.info(
+            "completions: no %s, since the held-out prompts have no reference (a completion column) to compare with",
+            " and no ".join(left_out),
+        )
+    return found
 
 
 def _held_out_prompts(running: EvaluationContext, num_prompts: int) -> tuple[Any, list[TextPrompt]]:
@@ -249,7 +262,8 @@ class TextEvaluations(Evaluations):
     def measures(self, running: EvaluationContext) -> list[Measure]:
         found: list[Measure] = []
         has_scores = "token_scores" in running.trainer.model.provides
-        if has_scores and any(isinstance(batch, TextBatch) for batch in running.held_out):
+        has_targets = not (isinstance(running.data, OpenedText) and running.data.has_only_prompts)
+        if has_scores and has_targets and any(isinstance(batch, TextBatch) for batch in running.held_out):
             found.append(Perplexity(running))
         if self.num_prompts:
             found.append(CompletionScores(running, self))

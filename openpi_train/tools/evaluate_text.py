@@ -6,6 +6,7 @@ All devices of all processes compute together, as in training. Read next: `evalu
 import dataclasses
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -160,7 +161,7 @@ def run(
         settings = {**as_json(dataclasses.replace(request, out=None)), "texts": as_json(texts), "eval": as_json(config)}
         told = {name: json_number(value) for name, value in values.items()}
         write_json(folder / RESULTS, {"checkpoint": stored.where, "values": told, "settings": settings})
-        _say(values, absent, folder)
+        _say(values, {"perplexity": _no_perplexity(data), "completions": absent}, folder)
     return folder
 
 
@@ -176,12 +177,13 @@ def _measured(running: EvaluationContext, config: TextEvaluations, evaluated: Ev
     return values
 
 
-def _say(values: dict[str, float], absent: str | None, folder: Path) -> None:
-    width = max(map(len, values))
+def _say(values: dict[str, float], absent: Mapping[str, str | None], folder: Path) -> None:
+    width = max(map(len, values), default=0)
     for name, value in values.items():
         print(f"{name:<{width}}  {value:.4f}")
-    if absent is not None:
-        print(f"completions: {absent}")
+    for what, why in absent.items():
+        if why is not None:
+            print(f"{what}: {why}")
     print(f"written to {folder}")
 
 
@@ -210,6 +212,11 @@ def in_flags_of_eval(told: str) -> str:
     told = re.sub(r"--data\.datasets\.(?:N|\d+)\.(columns|split)", r"--\1", told)
     told = re.sub(r"--data\.datasets(?:\.(?:N|\d+)\.(?:path|validation))?(?![.\w-])", "--data", told)
     return told.replace("--data.targets", "--targets")
+
+
+def _no_perplexity(data: OpenedText) -> str | None:
+    """Why there is no perplexity; None if there is nothing to say of it."""
+    return "the texts are prompts, without a completion to predict" if data.has_only_prompts else None
 
 
 def _no_completions(

@@ -357,7 +357,9 @@ def _samples(path: Path) -> list[Block]:
 def _prompt(line: JsonObject) -> list[Block]:
     """A prompt with its reference and completions."""
     completions: Sequence[Mapping[str, Any]] = line["completions"]
-    parts: list[Block] = [Note(line["place"]), _text("prompt", line["prompt"]), _text("reference", line["reference"])]
+    parts: list[Block] = [Note(line["place"]), _text("prompt", line["prompt"])]
+    if line["reference"]:
+        parts.append(_text("reference", line["reference"]))
     for one in completions[:_COMPLETIONS]:
         scores = ", ".join(f"{name} {value:.3g}" for name, value in one["scores"].items())
         ended = "ended" if one["finish_reason"] == "stop" else "cut off"

@@ -59,11 +59,8 @@ def given(number, text):
     return NewText(text=text, tokens=tokens, num_made=len(words))
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    """A run with two held-out prompts."""
-    folder = tmp_path_factory.mktemp("texts")
-    records = [{"prompt": f"What is two plus {n}?", "completion": f" It is four.\n#### {n + 2}"} for n in (2, 3)]
+def run_on(folder, records, kind="texts"):
+    """A run with these records held out."""
     path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     data = TextData(
@@ -71,10 +68,18 @@ def running(tmp_path_factory):
         tokenizer=str(chats.write(folder / "tokenizer")),
         cache_dir=str(folder / "index"),
         max_length=64,
+        kind=kind,
     ).open(OpeningRequest(model=MODEL, seed=0, batch_size=4))
     plan = Plan(mesh=make_mesh(1), strategy="replicated")
     trainer, _ = make_trainer(MODEL, plan, AdamW(), LRSchedule(), objective=SupervisedText(), ema=None)
     return dataclasses.replace(running_of(trainer, ()), data=data, directory=folder)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A run with two held-out prompts."""
+    records = [{"prompt": f"What is two plus {n}?", "completion": f" It is four.\n#### {n + 2}"} for n in (2, 3)]
+    return run_on(tmp_path_factory.mktemp("texts"), records)
 
 
 @pytest.fixture
@@ -126,6 +131,21 @@ def test_every_metric_counts_what_it_says(measure, running):
     )
     line = measure().change(values, {**values, "val/number_match_ema": 1.0})
     assert line.startswith("completions of held-out prompts, averaged weights: number_match 0.875 before, 1.000 after")
+
+
+def test_nothing_is_compared_with_a_reference_that_is_not_there(measure, tmp_path, caplog):
+    """An empty completion is no exact match of a missing reference, and no loss is one of prompts without targets."""
+    (tmp_path / "own.py").write_text("def longer(prompt, completion, reference):\n    return len(completion) > 2\n")
+    run = run_on(tmp_path, [{"prompt": f"What is two plus {n}?"} for n in (2, 3)], kind="prompts")
+    assert run.data.has_only_prompts
+    rows = run.data.held_out(8, 8, run.trainer.plan.batch)
+    config = dataclasses.replace(TEXTS, scores=("exact_match", f"{tmp_path}/own.py:longer"))
+    with caplog.at_level("INFO"):
+        found = measure(config, data=run.data, held_out=rows, directory=tmp_path)
+    values = found(evaluated({"": [["", "", " 3", " 3 4"], ["", "", "", ""]]}))
+    assert "completions: no exact_match, since the held-out prompts have no reference" in caplog.text
+    assert values["val/longer"] == 1 / 8 and values["val/pass@4"] == 1 / 2 and "val/exact_match" not in values
+    assert "val/maj@4" not in values  # nothing is known of what the answers of a function have in common
 
 
 def test_completions_of_the_averaged_weights_are_written_and_replaced(measure, running):

@@ -45,11 +45,13 @@ class AnswerScore:
     """A score by the name of its metric.
 
     `answer` is what equal answers have in common, which completions vote with; None: nothing is known of it.
+    `compares`: it says nothing without a reference.
     """
 
     name: str
     function: Callable[[str, str, str], float]
     answer: Callable[[str], Hashable | None] | None = None
+    compares: bool = False
 
     def __call__(self, prompt: str, completion: str, reference: str) -> float:
         """The score. Raises UsageError if a function of the user's fails, or does not return a finite number."""
@@ -66,8 +68,8 @@ class AnswerScore:
 
 
 _KNOWN = {
-    "exact_match": AnswerScore("exact_match", exact_match, words_of),
-    "number_match": AnswerScore("number_match", number_match, number_of),
+    "exact_match": AnswerScore("exact_match", exact_match, words_of, compares=True),
+    "number_match": AnswerScore("number_match", number_match, number_of, compares=True),
 }
 
 

@@ -70,6 +70,11 @@ class OpenedText(OpenedData):
         """Whether a dataset has conversations, so that the model knows its chat template."""
         return any(member.store.conversational for member in self.train.members)
 
+    @property
+    def has_only_prompts(self) -> bool:
+        """Whether texts are prompts without completions: no token is a target."""
+        return all(member.store.kind == "prompt only" for member in self.train.members)
+
     def feed(
         self, *, batch_size: int, sharding: "Sharding", num_workers: int | Literal["auto"], cores: int | None
     ) -> Feed:
