@@ -11,7 +11,15 @@ from openpi_train_configs import act_runs, gsm8k_runs, openpi_arms, published_rl
 
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.evaluation.text_evaluations import TextEvaluations
+from openpi_train.experiment import Experiment
 from openpi_train.objectives.preference_pairs import PreferencePairs
+
+
+def _for_any_length(experiment: Experiment) -> Experiment:
+    """The experiment, whose learning rate falls until the end of the run, however long that is."""
+    schedule = dataclasses.replace(experiment.lr_schedule, decay_steps=None)
+    return dataclasses.replace(experiment, lr_schedule=schedule)
+
 
 act = dataclasses.replace(
     act_runs.act_aloha_sim,
@@ -38,7 +46,7 @@ Hardware: one GPU. Time and result: not yet measured.
 """
 
 pi0 = dataclasses.replace(
-    openpi_arms.pi0_aloha_pen_uncap,
+    _for_any_length(openpi_arms.pi0_aloha_pen_uncap),
     data=dataclasses.replace(openpi_arms.pi0_aloha_pen_uncap.data, datasets=()),
 )
 """pi0 (3.2 B parameters) fine-tuned on your LeRobot dataset from openpi's base model.
@@ -50,7 +58,7 @@ Hardware: as pi0_bridge_traj. Time and result: not yet measured.
 """
 
 pi05 = dataclasses.replace(
-    openpi_arms.pi05_aloha_pen_uncap,
+    _for_any_length(openpi_arms.pi05_aloha_pen_uncap),
     data=dataclasses.replace(openpi_arms.pi05_aloha_pen_uncap.data, datasets=()),
 )
 """pi0.5 (3.4 B parameters) fine-tuned on your LeRobot dataset from openpi's base model.
@@ -78,7 +86,7 @@ Time and result: not yet measured.
 """
 
 smolvla = dataclasses.replace(
-    smolvla_runs.smolvla_bridge,
+    _for_any_length(smolvla_runs.smolvla_bridge),
     data=dataclasses.replace(smolvla_runs.smolvla_bridge.data, datasets=()),
     weight_loader=CheckpointWeightLoader(params_path="hub:lerobot/smolvla_base"),
 )
@@ -118,6 +126,7 @@ lm_grpo = dataclasses.replace(
     _GRPO,
     data=dataclasses.replace(_OWN, kind="prompts"),
     rl=dataclasses.replace(_GRPO.rl, rewards=()),
+    lr_schedule=dataclasses.replace(_GRPO.lr_schedule, kind="constant", decay_steps=None),
     eval=TextEvaluations(interval=0),
 )
 """GRPO of a language model, SmolLM2-135M, on your prompts, with a reward of yours (also one written for TRL).

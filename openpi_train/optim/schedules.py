@@ -59,14 +59,36 @@ class LRSchedule:
         """The schedule for a run of this length, with fractions of the length converted to steps."""
         changes: dict[str, Any] = {}
         if self.warmup_ratio is not None:
-            # The ceiling, as in transformers' `TrainingArguments.get_warmup_steps`.
-            changes |= {"warmup_steps": math.ceil(self.warmup_ratio * num_train_steps), "warmup_ratio": None}
+            # The ceiling, as in transformers' `TrainingArguments.get_warmup_steps`; but a run of one step has none.
+            steps = math.ceil(self.warmup_ratio * num_train_steps) if num_train_steps > 1 else 0
+            changes |= {"warmup_steps": steps, "warmup_ratio": None}
         if self.decay_steps is None:
             changes |= {"decay_steps": num_train_steps}
             fills = self.kind in _FALLING and self.warmup_steps >= num_train_steps
             if fills and self.shorten_warmup and self.warmup_ratio is None:
                 changes |= {"warmup_steps": num_train_steps // 10}
         return dataclasses.replace(self, **changes)
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the rates depend on the run's length."""
+        return self.warmup_ratio is not None or (self.decay_steps is None and self.kind != "constant")
+
+    def misfit(self, num_train_steps: int) -> str:
+        """That the rate's fall ends before or after a run of this length, with the flag to change; empty if it does not.
+
+        A fall to the peak itself is none.
+        """
+        own = self.over(num_train_steps)
+        end = own.decay_steps or num_train_steps
+        if own.kind not in _FALLING or own.decay_lr == own.peak_lr or end == num_train_steps:
+            return ""
+        if end < num_train_steps:
+            what = f"the last {num_train_steps - end} of this run's {num_train_steps} steps stay there"
+        else:
+            last = float(learning_rate(own.create(), num_train_steps - 1))
+            what = f"this run ends at step {num_train_steps}, at {last:.3g}"
+        return f"{what} (--lr-schedule.decay-steps None ends the fall with the run)"
 
     def in_words(self, num_train_steps: int) -> str:
         """What the rate does in a run of this length: `from 0 to 5e-05 in 10 steps, then linearly to 0 at step 100`."""

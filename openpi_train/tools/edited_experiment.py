@@ -53,6 +53,8 @@ def _edits(found: Experiment, today: Experiment, said: JsonObject, starts: Seque
     value, new = as_json(found), as_json(today)
     by_flags = [name for start in starts for name in start.get("changed", ())]
     chosen = [*OF_A_START, *changed_fields(said, value), *by_flags]
+    # What epochs are in steps a start finds, from its data: only their number is compared.
+    chosen += ["num_train_steps"] if today.num_epochs is not None else []
     names = [name for name in changed_fields(value, new) if not any(_meet(name, other) for other in chosen)]
     # Of another class the fields are others, too: it alone is told.
     classes = [name for name in names if name.endswith("__class__")]

@@ -19,7 +19,7 @@ def unfit_for_length(experiment: Experiment, num_samples: int | None = None) -> 
     All of it is allowed, and some of it meant. Length in epochs must be converted to steps before. `num_samples`: those
     of the training data, where they are known.
     """
-    problems = [*_of_rates(experiment), *_of_step_sizes(experiment), *_of_average(experiment)]
+    problems = [*unfit_rate(experiment), *_of_step_sizes(experiment), *_of_average(experiment)]
     size, steps, interval = experiment.batch_size, experiment.num_train_steps, experiment.log_interval
     if num_samples is not None and experiment.rl is None and size > num_samples:
         problems.append(
@@ -67,7 +67,8 @@ def _in_words(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _of_rates(experiment: Experiment) -> list[str]:
+def unfit_rate(experiment: Experiment) -> list[str]:
+    """The same of the learning rate by step alone."""
     schedule, steps = experiment.lr_schedule.over(experiment.num_train_steps), experiment.num_train_steps
     if schedule.peak_lr == 0:
         return ["--lr-schedule.peak-lr 0: no step changes a parameter; give a rate above 0"]

@@ -51,6 +51,7 @@ from openpi_train.training.start_check import (
     check_host_room,
     check_trainable,
     examine_data,
+    tell_rate,
     tell_state,
     tell_uncut,
     with_checked_attention,
@@ -158,6 +159,8 @@ class Settling:
         check_trainable(experiment, layout)
         if self.free_bytes is not None:
             tell_state(experiment, layout)
+            if experiment.num_epochs is None:
+                tell_rate(experiment)
         return layout
 
     @functools.cached_property
@@ -184,11 +187,15 @@ class Settling:
     @functools.cached_property
     def experiment(self) -> Experiment:
         """The run but for strategy and rematerialisation, with its length in steps. Raises UsageError."""
-        if self.given.num_epochs is None or self.data is None:
+        if self.given.num_epochs is None:
             return self.on_kind
-        steps = self.recorded.num_train_steps
-        experiment = dataclasses.replace(self.on_kind, num_train_steps=steps, num_epochs=None)
-        experiment.check(self.machine.num_devices)
+        experiment = self.on_kind
+        if self.data is not None:
+            steps = self.recorded.num_train_steps
+            experiment = dataclasses.replace(experiment, num_train_steps=steps, num_epochs=None)
+            experiment.check(self.machine.num_devices)
+        if self.free_bytes is not None:
+            tell_rate(experiment)
         return experiment
 
     @property

@@ -34,6 +34,7 @@ from openpi_train.sampling.denoising import DenoisingSampler
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.training.init import StateLayout
 from openpi_train.training.metrics import require_writers
+from openpi_train.training.run_length import unfit_rate
 from openpi_train.training.rundir import begins
 
 logger = logging.getLogger(__name__)
@@ -148,11 +149,25 @@ def check_trainable(experiment: Experiment, layout: StateLayout) -> None:
 
 
 def tell_state(experiment: Experiment, layout: StateLayout) -> None:
-    """Log how many parameters train, and how fast."""
+    """Log how many parameters train."""
     of_state = (layout.shapes.params, layout.shapes.frozen)
     sizes = [sum(math.prod(leaf.shape) for leaf in leaves.values()) for leaves in of_state]
     logger.info("parameters: %s train, %s are kept fixed", *(f"{size:,}" for size in sizes))
-    logger.info("learning rate: %s", experiment.lr_schedule.in_words(experiment.num_train_steps))
+
+
+def tell_rate(experiment: Experiment) -> None:
+    """Log what the learning rate does, and whether that ends with the run, as far as the run's length is known."""
+    schedule, steps = experiment.lr_schedule, experiment.num_train_steps
+    if experiment.num_epochs is not None and schedule.follows_length:
+        logger.info(
+            "learning rate: at most %g; its steps follow from --num-epochs %d and the number of samples, which a start "
+            "finds",
+            *(schedule.peak_lr, experiment.num_epochs),
+        )
+        return
+    of_length = experiment.num_epochs is None and not unfit_rate(experiment)  # which is warned of
+    misfit = schedule.misfit(steps) if of_length else ""
+    logger.info("learning rate: %s%s", schedule.in_words(steps), f"; {misfit}" if misfit else "")
 
 
 def with_checked_attention(experiment: Experiment) -> Experiment:

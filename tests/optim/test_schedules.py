@@ -164,3 +164,26 @@ def test_what_cannot_be_is_refused_with_its_flag(changes, message):
     (problem,) = dataclasses.replace(BASE, **changes).check(TOTAL)
     assert re.search(message, problem), problem
     assert not BASE.check(TOTAL)
+
+
+def test_a_run_of_one_step_has_no_warm_up_of_a_fraction():
+    schedule = LRSchedule(warmup_ratio=0.1, decay_steps=None)
+    assert schedule.check(1) == [] and schedule.over(1).warmup_steps == 0 and schedule.over(2).warmup_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "words"),
+    [
+        # optax: half a cosine from 1 to .1 of the peak is at (1 + .1) / 2 after half of its steps.
+        (101, {}, "this run ends at step 101, at 0.00055 (--lr-schedule.decay-steps None ends the fall with the run)"),
+        (300, {}, "the last 100 of this run's 300 steps stay there (--lr-schedule.decay-steps None ends the fall with"),
+        (200, {}, ""),
+        (300, {"decay_steps": None}, ""),
+        (300, {"kind": "constant"}, ""),
+        (300, {"kind": "rsqrt"}, ""),
+        (300, {"decay_lr": 1e-3}, ""),
+    ],
+)
+def test_a_fall_that_does_not_end_with_the_run_is_told(steps, changes, words):
+    schedule = LRSchedule(**{"warmup_steps": 0, "decay_steps": 200, "peak_lr": 1e-3, "decay_lr": 1e-4, **changes})
+    assert schedule.misfit(steps).startswith(words) and bool(words) == bool(schedule.misfit(steps))

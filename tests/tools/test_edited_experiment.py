@@ -123,3 +123,13 @@ def test_what_cannot_be_compared_is_no_edit(asked, tmp_path, caplog):
     (tmp_path / "checkpoints" / "debug" / "a" / "20").mkdir()
     asked("debug", "--exp-name", "b", "--resume-from", "checkpoints/debug/a/20")
     assert asked("debug", "--exp-name", "b", "--resume")[1] == ""
+
+
+def test_the_steps_that_epochs_were_found_to_be_are_no_edit(asked):
+    """A start records them beside the number of epochs (`Settling.recorded`)."""
+    experiment, _ = asked("debug", "--exp-name", "x", "--num-epochs", "60")
+    file = experiment.run_dir / "experiment.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_train_steps": 375}))
+    experiment, told = asked("debug", "--exp-name", "x", "--num-epochs", "60", "--resume")
+    assert (experiment.num_epochs, experiment.num_train_steps, told) == (60, 375, "")
+    assert asked("resume", "checkpoints/debug/x")[1] == ""
