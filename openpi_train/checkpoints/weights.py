@@ -15,7 +15,7 @@ from openpi_train.interop.openpi import cache_folder, parameter_names, state_lea
 from openpi_train.interop.stored_leaves import Leaves
 from openpi_train.models.language import peft_adapter
 from openpi_train.models.language.accompanied import AccompaniedConfig
-from openpi_train.models.language.language_part import language_flags
+from openpi_train.models.language.language_part import language_flags, language_of
 from openpi_train.models.language.reward import SCORE
 from openpi_train.models.model_config import Base, ModelConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -95,7 +95,19 @@ class CheckpointWeightLoader(WeightLoader):
         except CheckpointError as error:
             # A language model names its flags as those of a run that trains it alone.
             told = re.sub(r"--model\.(?=sizes\.|adapter\.)", language_flags(model), str(error))
-            raise CheckpointError(told) from error
+            raise CheckpointError(told + self._of_other_model(model)) from error
+
+    def _of_other_model(self, model: ModelConfig) -> str:
+        """A line that says with which --model.path the run of these weights was trained, if `model` has another."""
+        own, place = language_of(model), open_place(self.params_path)
+        if own is None or not recognises(place):
+            return ""
+        with contextlib.suppress(CheckpointError):  # of which the error tells that has brought us here
+            trained, _ = recorded_experiment(place)
+            path = _model_path((trained or {}).get("model"))
+            if path is not None and path != own.path:
+                return f"\n  -> the run of these weights was started with --model.path {path}: give that here, too"
+        return ""
 
     def _loaded(self, model: ModelConfig) -> Leaves:
         """As `load`, of a checkpoint that is given."""
@@ -203,6 +215,15 @@ def _silence() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def _model_path(model: object) -> str | None:
+    """The `--model.path` of a recorded model, or of the language model in it; None if it was not given."""
+    if not isinstance(model, Mapping):
+        return None
+    if "sizes" in model:
+        return model.get("path")
+    return next((path for part in model.values() if (path := _model_path(part)) is not None), None)
 
 
 def _has_own(names: Collection[str], model: ModelConfig, base: ModelConfig) -> bool:

@@ -93,6 +93,7 @@ class EncodedParts:
         columns: dict[str, list[Any]] = {name: [] for name in (*OF_TOKENS, *OF_TEXTS, *OF_SAMPLES)}
         bad: list[str] = []
         endless: list[str] = []
+        unknown, first_unknown = 0, None
         kind = None
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
             # The tokenizer runs without Python's lock.
@@ -113,6 +114,9 @@ class EncodedParts:
                 continue
             kind = example.type.kind
             endless += [place for text in texts if self._is_endless(text)]
+            found_unknown = sum(self._num_unknown(text) for text in texts)
+            unknown += found_unknown
+            first_unknown = first_unknown or (place if found_unknown else None)
             for text in texts:
                 for name, value in _of_text(text).items():
                     columns[name].append(value)
@@ -120,6 +124,7 @@ class EncodedParts:
                 columns[name].append(value)
         told = {"type": known[0] if known else None, "place": known[1] if known else None, "kind": kind, "bad": bad}
         told |= {"endless": {"number": len(endless), "first": endless[0] if endless else None}}
+        told |= {"unknown": {"number": unknown, "first": first_unknown}}
         arrays = {name: joined(columns[name], dtype) for name, dtype in OF_TOKENS.items()}
         arrays |= {name: np.array(columns[name], dtype) for name, dtype in (OF_TEXTS | OF_SAMPLES).items()}
         arrays["references"] = arrays["references"].reshape(-1, 2)
@@ -141,6 +146,11 @@ class EncodedParts:
         """Whether a text has targets, but none that ends a completion; the first token is never predicted."""
         targets = text.tokens[1:][text.targets[1:]]
         return bool(targets.size) and not np.isin(targets, self.encoder.ends).any()
+
+    def _num_unknown(self, text: EncodedText) -> int:
+        """How many tokens of a text stand for what the tokenizer does not know."""
+        unknown = self.encoder.tokenizer.unknown
+        return 0 if unknown is None else int(np.count_nonzero(text.tokens == unknown))
 
     def _check_type(self, example: Example, place: str, known: tuple[str, str]) -> None:
         if str(example.type) != known[0]:
@@ -207,7 +217,8 @@ def joined(pieces: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 def told_of(path: Path) -> dict[str, Any]:
     """What a part says besides its arrays: `type` of its samples, `place` of the first, `kind`, `bad` records.
 
-    `endless` is the number of texts that never end, and the place of the first.
+    `endless` is the number of texts that never end, and the place of the first; `unknown` that of tokens that stand for
+    what the tokenizer does not know, and the place of the first text with one.
     """
     with np.load(path) as part:
         return json.loads(str(part["told"]))

@@ -19,11 +19,12 @@ Of several types that fit, the one furthest down the table is taken. Read next: 
 """
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from openpi_train.data.text.message_content import text_of, with_calls
+from openpi_train.data.text.message_content import ROLES, text_of, with_calls
 from openpi_train.json_object import JsonObject
 
 Kind = Literal["prompt only", "language modelling", "prompt/completion", "preference", "unpaired preference"]
@@ -199,6 +200,8 @@ def _conversation(name: str, value: object) -> Conversation:
             raise ValueError(
                 f"message {number} of {name} is {message!r:.80}; needed is an object with role and content"
             )
+        if message["role"] not in ROLES:
+            raise ValueError(_unknown_role(message["role"], f"message {number} of {name}"))
         content, has_calls = message.get("content"), message.get("tool_calls") or message.get("function_call")
         if not (isinstance(content, str | list) or (content is None and has_calls)):
             raise ValueError(f"content of message {number} of {name} is {_what(content)}; needed is a string")
@@ -209,6 +212,14 @@ def _conversation(name: str, value: object) -> Conversation:
             raise ValueError(f"message {number} of {name}: {error}") from error
     # Columns of parquet files give every message the entries that one of them has.
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+
+
+def _unknown_role(role: str, place: str) -> str:
+    """What is wrong with a role that no chat template knows, and the one that was probably meant."""
+    meant = _SPEAKERS.get(role.strip().lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, n=1)), None)
+    return f"{place} has the role {role!r:.40}; known are {', '.join(ROLES)}" + (
+        f". Rename it to {meant}" if meant else ": rename it"
+    )
 
 
 def _message(message: object, place: str) -> Any:

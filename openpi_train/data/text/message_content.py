@@ -19,7 +19,8 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 # The types of parts that are texts: of OpenAI's chat completions, and of its responses.
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# The roles of messages, as OpenAI's API has them.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # No template writes these by itself.
 _ONE, _TWO = "Qfirstq", "Qsecondq"
 _WRITTEN_AS_IS = re.compile(rf"""['"]text['"]\s*:\s*['"]{_ONE}""")
@@ -129,7 +130,7 @@ class MessageForm:
     def of(cls, source: str, render: Render) -> "MessageForm":
         """The form of a template with this source."""
         parts, texts = (
-            frozenset(role for role in _ROLES if _writes(render, role, content))
+            frozenset(role for role in ROLES if _writes(render, role, content))
             for content in ([{"type": "text", "text": _ONE}, {"type": "text", "text": _TWO}], f"{_ONE} {_TWO}")
         )
         for arguments in ({"Qnameq": _ONE}, f'{{"Qnameq": "{_ONE}"}}'):

@@ -26,7 +26,7 @@ from openpi_train.data.text.text_encoder import TextEncoder, built_in_template, 
 from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
 from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
-from openpi_train.data.text.token_cache import TokenCache, require_kind
+from openpi_train.data.text.token_cache import UNKNOWN, TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.tokenizers.text_tokenizer import FOLDER, TextTokenizer, load_text_tokenizer
 from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _VALIDATION_SEED = 0
 # The number of lengths from which those of batches are chosen.
 _MOST_LENGTHS = 64
+# Of more unknown tokens than this share a dataset is refused.
+_MOST_UNKNOWN = 0.5
 _KINDS = {
     "texts": ("language modelling", "prompt/completion"),
     "preferences": ("preference",),
@@ -138,6 +140,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         findings.report(train.dataset.name, found.values())
     for split in (split for both in splits for split in both):
         _check_tokens(split, request.model, tokenizer)
+        _check_known(split, tokenizer)
         if config.kind == "preferences" and not request.uses_margins:
             _refuse_margins(split)
     own_template = None
@@ -300,6 +303,18 @@ def _check_tokens(split: _Split, model: Any, tokenizer: TextTokenizer) -> None:
         )
 
 
+def _check_known(split: _Split, tokenizer: TextTokenizer) -> None:
+    """Raise ValueError if the tokenizer does not know most of what the texts say."""
+    for one in split.store.findings:
+        if one.kind == UNKNOWN and one.total and one.count > _MOST_UNKNOWN * one.total:
+            raise ValueError(
+                f"{split.dataset.name}: {one.count / one.total:.0%} of the tokens stand for what the tokenizer "
+                f"{tokenizer.name} does not know ({one.what}; the first: {one.where}): no model can learn these texts "
+                "from them. Give a tokenizer that knows their characters, and the model that it belongs to: --model.path "
+                "FOLDER or hub:USER/NAME, with lm_sft, lm_dpo or lm_grpo"
+            )
+
+
 def _refuse_margins(split: _Split) -> None:
     if (found := np.flatnonzero(split.store.margins[split.samples])).size:
         sample = int(split.samples[found[0]])
@@ -423,8 +438,13 @@ def _report(opened: OpenedText) -> None:
             logger.warning("data: no %s rows; evaluation has nothing to run on", split)
             continue
         for number, member in enumerate(rows.members):
+            cut = member.num_cut
+            share = 100 * cut / len(member.samples)
             logger.info(
-                "data: %s, %d %s texts in %d rows with %.0f tokens on average, %.1f %% of rows",
+                "data: %s, %d %s texts in %d rows with %.0f tokens on average, %.1f %% of rows%s",
                 *(member.name, len(member.samples), split, len(member)),
                 *(member.lengths.mean(), 100 * rows.mixture.weights[number]),
+                f"; {cut} of the texts ({share:.2g} %) are cut to --data.max-length {member.cut.max_length}"
+                if cut
+                else "",
             )

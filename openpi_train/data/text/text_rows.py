@@ -116,6 +116,12 @@ class RowMember:
         of_samples = np.minimum(self.store.text_lengths[texts], self.cut.max_length).sum(1)
         return np.add.reduceat(of_samples, np.concatenate([[0], self.ends[:-1]])) if len(self) else of_samples
 
+    @property
+    def num_cut(self) -> int:
+        """How many of the samples have a text that is cut."""
+        texts = self.samples[:, None] * self.store.texts_per_sample + np.arange(self.store.texts_per_sample)
+        return int((self.store.text_lengths[texts] > self.cut.max_length).any(1).sum())
+
     def samples_of(self, row: int) -> np.ndarray:
         """The samples in a row."""
         return self.samples[self.ends[row - 1] if row else 0 : self.ends[row]]

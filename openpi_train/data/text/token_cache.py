@@ -43,7 +43,9 @@ from openpi_train.runtime import locks
 logger = logging.getLogger(__name__)
 
 # Increase it when the content of the arrays changes: all datasets are then encoded again.
-FORMAT = 4
+FORMAT = 5
+# Tokens for what the tokenizer does not know: the kind of their finding.
+UNKNOWN = "unknown tokens"
 # An experiment that trains on each kind.
 _TRAINS = {
     "language modelling": "lm_sft",
@@ -167,7 +169,7 @@ class TokenCache:
             "conversational": any("conversational" in (told_of(part)["type"] or "") for part in parts),
             "largest_token": totals["largest_token"],
             "dropped": {"number": len(bad), "first": bad[0]} if bad else None,
-            "findings": [finding.as_json() for finding in self._findings(parts, totals["texts"])],
+            "findings": [finding.as_json() for finding in self._findings(parts, totals)],
             "fingerprint": _fingerprint(draft),
             "files": tables.list_files(draft),
         }
@@ -179,28 +181,50 @@ class TokenCache:
         )
         return TokenStore(tables.open_tables(self.place, manifest, check_crc=True))
 
-    def _findings(self, parts: Sequence[Path], num_texts: int) -> list[Finding]:
+    def _findings(self, parts: Sequence[Path], totals: Mapping[str, int]) -> list[Finding]:
         """What is suspicious in the texts."""
-        told = [told_of(part)["endless"] for part in parts]
-        number = sum(one["number"] for one in told)
-        if not number:
-            return []
         tokenizer = self.encoder.tokenizer
-        known = ", ".join(repr(tokenizer.piece(token)) for token in self.encoder.ends) or "none"
-        return [
-            Finding(
-                kind="no stop token is a target",
-                count=number,
-                total=num_texts,
-                unit="texts",
-                where=next(one["first"] for one in told if one["number"]),
-                what=f"tokens that end a completion: {known}",
-                training="the model does not learn from them where an answer ends, so that it goes on until its limit",
-                remedy="Give a chat template that writes one of these tokens after an answer (--data.chat-template), "
-                "or name the token that does end it as eos_token in tokenizer_config.json, or as eos_token_id in "
-                "generation_config.json, beside tokenizer.json",
+        found = []
+        number, first = _counted(parts, "endless")
+        if number:
+            known = ", ".join(repr(tokenizer.piece(token)) for token in self.encoder.ends) or "none"
+            found.append(
+                Finding(
+                    kind="no stop token is a target",
+                    count=number,
+                    total=totals["texts"],
+                    unit="texts",
+                    where=first,
+                    what=f"tokens that end a completion: {known}",
+                    training="the model does not learn from them where an answer ends, so that it goes on until its "
+                    "limit",
+                    remedy="Give a chat template that writes one of these tokens after an answer "
+                    "(--data.chat-template), or name the token that does end it as eos_token in tokenizer_config.json, "
+                    "or as eos_token_id in generation_config.json, beside tokenizer.json",
+                )
             )
-        ]
+        number, first = _counted(parts, "unknown")
+        if number:
+            found.append(
+                Finding(
+                    kind=UNKNOWN,
+                    count=number,
+                    total=totals["tokens"],
+                    unit="tokens",
+                    where=first,
+                    what=f"{number / totals['tokens']:.2g} of all, read as {tokenizer.piece(tokenizer.unknown or 0)!r} "
+                    f"by the tokenizer {tokenizer.name}",
+                    training="the model reads and learns this one token in place of all of them",
+                    remedy="Give a tokenizer that knows these characters, and the model that it belongs to",
+                )
+            )
+        return found
+
+
+def _counted(parts: Sequence[Path], what: str) -> tuple[int, str]:
+    """How many of something all parts tell, and the place of the first."""
+    told = [told_of(part)[what] for part in parts]
+    return sum(one["number"] for one in told), next((one["first"] for one in told if one["number"]), "")
 
 
 def require_kind(name: str, kind: str, kinds: Sequence[str]) -> None:

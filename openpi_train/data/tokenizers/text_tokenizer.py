@@ -114,6 +114,18 @@ class TextTokenizer:
         return token
 
     @functools.cached_property
+    def unknown(self) -> int | None:
+        """The token that stands for whatever is not in the vocabulary; None if there is none.
+
+        A token that begins or ends texts is none, which some files name for want of another.
+        """
+        model = json.loads(self.files[TOKENIZER])["model"]
+        token = model.get("unk_id")
+        if model.get("unk_token") is not None:
+            token = self._tokenizer.token_to_id(model["unk_token"])
+        return None if token in (self.eos, *self.begin) else token
+
+    @functools.cached_property
     def begin(self) -> tuple[int, ...]:
         """The tokens before every text, usually a bos token or none.
 

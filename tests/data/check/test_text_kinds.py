@@ -71,7 +71,7 @@ def silent_assistant(rows):
 
 
 def no_assistant(rows):
-    rows[4]["messages"][1]["role"] = "bot"
+    rows[4]["messages"][1]["role"] = "tool"
 
 
 def open_end(rows):
@@ -338,3 +338,12 @@ def test_an_interrupted_pass_reads_finished_files_no_more(tmp_path, monkeypatch,
 
 def test_every_kind_says_what_it_is():
     assert all(kind.about for kind in TEXT_KINDS)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_an_unknown_role_is_named_and_no_other_fault_is_told_of_it(ending, tmp_path):
+    rows = spoken()
+    rows[4]["messages"] += [{"role": "user", "content": "And?"}, {"role": "assistent", "content": "Yes."}]
+    findings = found(write(tmp_path / f"made.{ending}", rows))
+    assert set(findings) == {"unreadable records"} and findings["unreadable records"].count == 1
+    assert "message 3 of messages has the role 'assistent'; known are" in findings["unreadable records"].where

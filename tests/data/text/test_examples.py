@@ -144,6 +144,13 @@ def test_further_columns_have_their_meaning_and_others_none():
         ({"messages": "a"}, "messages is a string"),
         ({"messages": ["a"]}, "message 0 of messages"),
         ({"text": 3}, "text is a number"),
+        (
+            {"messages": [*USER, *ANSWER, *USER, {"role": "assistent", "content": "4"}]},
+            "message 3 of messages has the role 'assistent'; known are system, developer, user, assistant, tool, "
+            "function. Rename it to assistant",
+        ),
+        ({"prompt": [{"role": "human", "content": "a"}], "completion": "b"}, "message 0 of prompt .* Rename it to user"),
+        ({"messages": [{"role": "x", "content": "a"}]}, "message 0 of messages has the role 'x'; .*: rename it"),
         ({"messages": [{"role": "user"}]}, "content of message 0 of messages is absent"),
         ({"messages": [{"role": "user", "content": 5}]}, "content of message 0 of messages is a number"),
         ({"text": "a", "chat_template_kwargs": {"messages": []}}, "has messages, which the run sets itself"),

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import logging
 import pickle
 import re
 import subprocess
@@ -21,6 +22,7 @@ from openpi_train.data.core.source import BadRecord
 from openpi_train.data.core.workers import LocalBatches
 from openpi_train.data.text.examples import example_of
 from openpi_train.data.text.opened_texts import lengths_of_batches
+from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, templates_of
 from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, load_text_tokenizer
@@ -178,6 +180,7 @@ def test_batches_have_few_lengths_and_lose_no_token(made):
 
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end", "drop"])
 def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
+    caplog.set_level(logging.INFO)
     records = [{"text": record["completion"]} for record in SUMS]
     _, whole = made(records, validation_fraction=0.0)
     _, data = made(records, max_length=6, truncation=truncation, validation_fraction=0.0)
@@ -188,6 +191,11 @@ def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
         tokens = tokens[-6:] if truncation == "keep_end" else tokens[:6]
         expected.append((tokens, tuple(range(len(tokens))), (0.0, *[1.0] * (len(tokens) - 1))))
     assert texts_in(rows_of(data.train)) == sorted(expected)
+    cut = [line for line in caplog.messages if line.startswith("data: set0, ") and "cut to" in line]
+    over = sum(len(tokens) > 6 for tokens, *_ in texts_in(rows_of(whole.train)))
+    assert len(cut) == (truncation != "drop")
+    if cut:
+        assert f"; {over} of the texts ({100 * over / 60:.2g} %) are cut to --data.max-length 6" in cut[0]
     if truncation == "drop":
         dropped = 60 - len(expected)
         assert re.search(rf"6 tokens, .*dropped: {dropped} of 60; .*set0\.jsonl:", caplog.text)
@@ -582,3 +590,20 @@ def test_a_finding_is_told_once_of_a_dataset_at_every_opening(made, tmp_path, ca
         told = [line for line in caplog.messages if "no stop token is a target" in line]
         assert len(told) == 1 and told[0].startswith("set0: no stop token is a target: 9 of 9 texts")
         assert "the first: set0.jsonl:1" in told[0] and "generation_config.json" in told[0]
+
+
+def test_texts_that_the_tokenizer_does_not_know_are_told_and_refused_if_most_are(made, tmp_path, caplog):
+    """Of the sum's tokens all are known; of "wo" none. The begin and the end of a text are tokens, too."""
+    files = tmp_path / "digits"
+    files.mkdir()
+    for name, content in arithmetic.tokenizer_files().items():
+        (files / name).write_text(json.dumps(content))
+    given = {"tokenizer": str(files), "validation_fraction": 0.0, "model": MODEL}
+    made([{"text": "12+34=46"}], **given)
+    assert "unknown tokens" not in caplog.text
+    made([{"text": "12+34=46"}, {"text": "two plus"}], **given)
+    (told,) = [line for line in caplog.messages if "unknown tokens" in line]
+    assert told.startswith("set0: unknown tokens: 8 of 20 tokens (0.4 of all, read as '<unk>' by the tokenizer ")
+    assert "the first: set0.jsonl:2" in told
+    with pytest.raises(ValueError, match=r"set0: 80% of the tokens stand for what .* --model\.path"):
+        made([{"text": "two plus"}], **given)
