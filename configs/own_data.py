@@ -3,6 +3,7 @@
 Policies take cameras, dims, state and rate from the dataset, and its actions as recorded (relative to the state:
 --data.robot relative). Texts are JSON lines, parquet, a folder of them, or hub:USER/NAME, in the forms of TRL and
 ShareGPT (docs/howto/text_data.md). Another language model: --model.path FOLDER or hub:USER/NAME.
+Learning rates fall until the end of the run, however long that is, or are constant.
 """
 
 import dataclasses
@@ -11,15 +12,7 @@ from openpi_train_configs import act_runs, gsm8k_runs, openpi_arms, published_rl
 
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.evaluation.text_evaluations import TextEvaluations
-from openpi_train.experiment import Experiment
 from openpi_train.objectives.preference_pairs import PreferencePairs
-
-
-def _for_any_length(experiment: Experiment) -> Experiment:
-    """The experiment, whose learning rate falls until the end of the run, however long that is."""
-    schedule = dataclasses.replace(experiment.lr_schedule, decay_steps=None)
-    return dataclasses.replace(experiment, lr_schedule=schedule)
-
 
 act = dataclasses.replace(
     act_runs.act_aloha_sim,
@@ -46,7 +39,8 @@ Hardware: one GPU. Time and result: not yet measured.
 """
 
 pi0 = dataclasses.replace(
-    _for_any_length(openpi_arms.pi0_aloha_pen_uncap),
+    openpi_arms.pi0_aloha_pen_uncap,
+    lr_schedule=dataclasses.replace(openpi_arms.pi0_aloha_pen_uncap.lr_schedule, decay_steps=None),
     data=dataclasses.replace(openpi_arms.pi0_aloha_pen_uncap.data, datasets=()),
 )
 """pi0 (3.2 B parameters) fine-tuned on your LeRobot dataset from openpi's base model.
@@ -58,7 +52,8 @@ Hardware: as pi0_bridge_traj. Time and result: not yet measured.
 """
 
 pi05 = dataclasses.replace(
-    _for_any_length(openpi_arms.pi05_aloha_pen_uncap),
+    openpi_arms.pi05_aloha_pen_uncap,
+    lr_schedule=dataclasses.replace(openpi_arms.pi05_aloha_pen_uncap.lr_schedule, decay_steps=None),
     data=dataclasses.replace(openpi_arms.pi05_aloha_pen_uncap.data, datasets=()),
 )
 """pi0.5 (3.4 B parameters) fine-tuned on your LeRobot dataset from openpi's base model.
@@ -86,7 +81,8 @@ Time and result: not yet measured.
 """
 
 smolvla = dataclasses.replace(
-    _for_any_length(smolvla_runs.smolvla_bridge),
+    smolvla_runs.smolvla_bridge,
+    lr_schedule=dataclasses.replace(smolvla_runs.smolvla_bridge.lr_schedule, decay_steps=None),
     data=dataclasses.replace(smolvla_runs.smolvla_bridge.data, datasets=()),
     weight_loader=CheckpointWeightLoader(params_path="hub:lerobot/smolvla_base"),
 )

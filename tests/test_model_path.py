@@ -16,6 +16,9 @@ from openpi_train import cli
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core.files import write_json
 from openpi_train.fields import as_json
+from openpi_train.interop import native_format
+from openpi_train.interop.openpi import parameter_names
+from openpi_train.interop.stored_leaves import Stored
 from openpi_train.models.language.language_part import language_of, with_language
 from openpi_train.nn.lora import AdapterConfig
 from openpi_train.runtime.exits import CheckpointError, UsageError
@@ -47,6 +50,27 @@ def test_sizes_weights_and_tokenizer_come_from_one_place(published, form):
     # They are the weights of this model: all of it, but for what it adds.
     leaves = found.weight_loader.load(found.model)
     assert any(path.endswith("token_embedding") for path in leaves)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_start_weights_of_a_run_with_another_model_are_refused_with_the_path_of_that(published, form, tmp_path):
+    trained = parsed("sft", "--model.path", published)
+    leaves = trained.weight_loader.load(trained.model)
+    names = parameter_names(trained.model)
+    stored = Stored(
+        where="a run",
+        format="ours",
+        params={names[path]: leaf for path, leaf in leaves.items()},
+        experiment=as_json(trained),
+    )
+    native_format.write(tmp_path / "run" / "2", stored, None)
+    flags = ["--weight-loader.params-path", tmp_path / "run" / "2"]
+    without, given = parsed(form, *flags), parsed(form, *flags, "--model.path", published)
+    with pytest.raises(CheckpointError, match="does not fit the model") as told:
+        without.weight_loader.load(without.model)
+    last = str(told.value).splitlines()[-1]
+    assert last == f"  -> the run of these weights was started with --model.path {published}: give that here, too"
+    assert given.weight_loader.load(given.model)
 
 
 def test_flags_that_are_given_explicitly_take_precedence(published):

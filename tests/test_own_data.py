@@ -79,6 +79,28 @@ def test_only_the_robot_that_is_trained_is_told(caplog):
     assert "(7 dims, relative to the state but grippers)" in line
 
 
+@pytest.mark.parametrize("name", [*POLICIES, *LANGUAGE])
+@pytest.mark.parametrize("steps", [1, 50, 20_000, 40_000])
+def test_the_learning_rate_ends_with_a_run_of_any_length(name, steps):
+    own = dataclasses.replace(registry.load(name), num_train_steps=steps, num_epochs=None)
+    schedule = dataclasses.replace(own.lr_schedule, shorten_warmup=True)  # as without --lr-schedule.warmup-steps
+    assert schedule.check(steps) == [] and schedule.misfit(steps) == ""
+    if name in ("act", "lm_grpo"):
+        return
+    rates = schedule.over(steps).create()
+    assert float(rates(steps)) == pytest.approx(schedule.decay_lr, abs=1e-12)
+
+
+def test_openpis_and_lerobots_published_schedules_stay():
+    """openpi's default: 1,000 steps to 2.5e-5, then by a cosine to 2.5e-6 at step 30,000, in a run of 20,000."""
+    for name, peak in (("pi0_aloha_pen_uncap", 2.5e-5), ("pi05_aloha_pen_uncap", 2.5e-5), ("smolvla_bridge", 1e-4)):
+        found = registry.load(name)
+        schedule = found.lr_schedule
+        assert (schedule.decay_steps, schedule.warmup_steps, schedule.peak_lr) == (30_000, 1_000, peak), name
+        assert found.num_train_steps == 20_000
+        assert schedule.misfit(20_000).startswith("this run ends at step 20000, at ")
+
+
 def test_each_way_to_name_a_dataset_does_the_same():
     found = parsed("act", "--dataset", LEROBOT)
     assert parsed("act", "--data.mixture", LEROBOT) == parsed("act", "--data.repo-id", LEROBOT) == found

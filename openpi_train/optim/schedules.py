@@ -75,7 +75,7 @@ class LRSchedule:
         return self.warmup_ratio is not None or (self.decay_steps is None and self.kind != "constant")
 
     def misfit(self, num_train_steps: int) -> str:
-        """That the rate's fall ends before or after a run of this length, with the flag to change; empty if it does not.
+        """How the rate's fall does not end with a run of this length, with the flag to change; empty if it does.
 
         A fall to the peak itself is none.
         """

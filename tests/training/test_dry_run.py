@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import logging
+import math
 
 import pytest
 import small_runs
@@ -11,6 +13,7 @@ from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.text import arithmetic
 from openpi_train.envs.gym_env import GymEnv
 from openpi_train.envs.in_processes import ProcessEnv
+from openpi_train.optim import LRSchedule
 from openpi_train.planning.memory import DoesNotFit
 from openpi_train.runtime.exits import DATA, CheckpointError, DataError, ErrorCollector, UsageError
 from openpi_train.runtime.world import WorldFlags, find_world
@@ -101,7 +104,14 @@ def test_an_environment_of_gymnasium_needs_its_file_or_its_package(source, monke
         ProcessEnv(env=GymEnv(source=source)).require()
 
 
-def test_a_dry_run_plans_with_the_rows_of_a_start_as_soon_as_the_data_are_ready(tmp_path, capsys):
+def rates_told(caplog):
+    """What the log says of the learning rate by step, which is then forgotten."""
+    found = [line.removeprefix("learning rate: ") for line in caplog.messages if line.startswith("learning rate: ")]
+    caplog.clear()
+    return [line for line in found if not line.startswith("peak ")]
+
+
+def test_a_dry_run_plans_with_the_rows_of_a_start_as_soon_as_the_data_are_ready(tmp_path, capsys, caplog):
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}\n' for n in range(64)))
     words = ["--exp-name", "x", "--checkpoint-base-dir", str(tmp_path), "--data.datasets.0.path", str(file)]
@@ -111,11 +121,26 @@ def test_a_dry_run_plans_with_the_rows_of_a_start_as_soon_as_the_data_are_ready(
     arithmetic.write_missing(given.data.tokenizer)
     world = find_world(WorldFlags(), {})
     assert open_if_ready(given) is None
+    caplog.set_level(logging.INFO)
     longest = Settling.here(given, world, open_if_ready).prepared
+    (told,) = rates_told(caplog)
+    assert told.startswith("from 9.67742e-05 to 0.003 in 30 steps, then by a cosine to 0.0001 at step 800")
+    follows = dataclasses.replace(given, lr_schedule=LRSchedule(warmup_ratio=0.1, decay_steps=None))
+    assert rehearse(follows) == 0
+    (told,) = rates_told(caplog)
+    assert told.startswith("at most 2.5e-05; its steps follow from --num-epochs 3 and the number of samples")
     start = settle(given, world)
+    (told,) = rates_told(caplog)
+    steps = math.ceil(3 * start.data.num_samples / given.batch_size)
+    assert "at step 800" in told and start.experiment.num_train_steps == steps
     found = Settling.here(given, world, open_if_ready)
     assert found.prepared.memory == start.prepared.memory != longest.memory
     assert found.experiment.num_train_steps == start.experiment.num_train_steps
+    caplog.clear()
+    assert rehearse(follows) == 0
+    (told,) = rates_told(caplog)
+    assert told.startswith(f"from 1.25e-05 to 2.5e-05 in 1 steps, then by a cosine to 2.5e-06 at step {steps}")
+    capsys.readouterr()
     assert rehearse(given) == 0
     told = capsys.readouterr().out
     assert "those of the data" in told and "not checked" not in told

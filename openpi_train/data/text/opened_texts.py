@@ -310,8 +310,8 @@ def _check_known(split: _Split, tokenizer: TextTokenizer) -> None:
             raise ValueError(
                 f"{split.dataset.name}: {one.count / one.total:.0%} of the tokens stand for what the tokenizer "
                 f"{tokenizer.name} does not know ({one.what}; the first: {one.where}): no model can learn these texts "
-                "from them. Give a tokenizer that knows their characters, and the model that it belongs to: --model.path "
-                "FOLDER or hub:USER/NAME, with lm_sft, lm_dpo or lm_grpo"
+                "from them. Give a tokenizer that knows their characters, and the model that it belongs to: lm_sft, "
+                "lm_dpo or lm_grpo, with --model.path FOLDER or hub:USER/NAME"
             )
 
 

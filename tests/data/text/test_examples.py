@@ -149,7 +149,10 @@ def test_further_columns_have_their_meaning_and_others_none():
             "message 3 of messages has the role 'assistent'; known are system, developer, user, assistant, tool, "
             "function. Rename it to assistant",
         ),
-        ({"prompt": [{"role": "human", "content": "a"}], "completion": "b"}, "message 0 of prompt .* Rename it to user"),
+        (
+            {"prompt": [{"role": "human", "content": "a"}], "completion": "b"},
+            "message 0 of prompt .* Rename it to user",
+        ),
         ({"messages": [{"role": "x", "content": "a"}]}, "message 0 of messages has the role 'x'; .*: rename it"),
         ({"messages": [{"role": "user"}]}, "content of message 0 of messages is absent"),
         ({"messages": [{"role": "user", "content": 5}]}, "content of message 0 of messages is a number"),

@@ -20,9 +20,9 @@ from flax import nnx
 from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.core.workers import LocalBatches
+from openpi_train.data.text import arithmetic
 from openpi_train.data.text.examples import example_of
 from openpi_train.data.text.opened_texts import lengths_of_batches
-from openpi_train.data.text import arithmetic
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, templates_of
 from openpi_train.data.tokenizers.text_tokenizer import TextTokenizer, load_text_tokenizer
