@@ -136,11 +136,12 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     encoder = _encoder(config, tokenizer)
     splits = [_open_splits(config, number, dataset, encoder) for number, dataset in enumerate(config.datasets)]
     for train, held_out in splits:
+        for split in (train, held_out):
+            _check_known(split, tokenizer)
         found = {finding.kind: finding for store in (held_out.store, train.store) for finding in store.findings}
         findings.report(train.dataset.name, found.values())
     for split in (split for both in splits for split in both):
         _check_tokens(split, request.model, tokenizer)
-        _check_known(split, tokenizer)
         if config.kind == "preferences" and not request.uses_margins:
             _refuse_margins(split)
     own_template = None
@@ -309,9 +310,9 @@ def _check_known(split: _Split, tokenizer: TextTokenizer) -> None:
         if one.kind == UNKNOWN and one.total and one.count > _MOST_UNKNOWN * one.total:
             raise ValueError(
                 f"{split.dataset.name}: {one.count / one.total:.0%} of the tokens stand for what the tokenizer "
-                f"{tokenizer.name} does not know ({one.what}; the first: {one.where}): no model can learn these texts "
-                "from them. Give a tokenizer that knows their characters, and the model that it belongs to: lm_sft, "
-                "lm_dpo or lm_grpo, with --model.path FOLDER or hub:USER/NAME"
+                f"{tokenizer.name} does not know ({one.count} of {one.total}; the first: {one.where}): no model can learn "
+                "these texts from them. Give a tokenizer that knows their characters, and the model that it belongs to: "
+                "lm_sft, lm_dpo or lm_grpo, with --model.path FOLDER or hub:USER/NAME"
             )
 
 
