@@ -148,7 +148,7 @@ def convert(argv: Sequence[str]) -> int:
     from openpi_train.tools.requests import ConvertRequest
 
     request, rest = parse_known(ConvertRequest, argv, "convert")
-    from openpi_train.policy.experiment_json import experiment_from_json, with_recorded_model
+    from openpi_train.policy.experiment_json import experiment_of_run, with_recorded_model
     from openpi_train.tools import convert_checkpoint
 
     logs.configure(0)
@@ -159,7 +159,7 @@ def convert(argv: Sequence[str]) -> int:
     def recorded(run: JsonObject) -> "Experiment":
         if request.experiment:
             return parse_experiment(request.experiment, words, lambda own: with_recorded_model(own, run))
-        found = experiment_from_json(run)
+        found = experiment_of_run(run, request.source)
         return with_flags(found, words, "convert", "The experiment of a run.") if rest else found
 
     return convert_checkpoint.main(request, experiment, recorded)

@@ -50,8 +50,8 @@ def load_policy(
     Args:
         directory: a run's directory (its newest checkpoint is used), the directory of a step in it, or its `best`; or a
             checkpoint in another format of `docs/howto/convert.md`, with its `experiment`. May be a bucket's address.
-        experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own, and for a
-            checkpoint that does not record its experiment.
+        experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own and their
+            file was moved, and for a checkpoint that does not record its experiment.
         dataset: number or asset id of the dataset whose robot and norm stats are used, if there are several.
         prompt: the instruction for observations without one; None: the dataset's own, if it has a fixed one.
         average: use the averaged parameters (EMA), if the run kept an average.

@@ -20,7 +20,7 @@ from openpi_train.models.model_config import ModelConfig
 from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.params import Params
 from openpi_train.parallel.strategy import Plan
-from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.device_limits import memory_bytes
@@ -47,7 +47,7 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
         check_same_training(stored, given)
         return stored, given
     if stored.experiment is not None:
-        return stored, experiment_from_json(stored.experiment, given)
+        return stored, experiment_of_run(stored.experiment, stored.where, given)
     given = given or _by_name(directory)
     if given is None:
         raise UsageError(f"{directory} does not say whose model it is: name its experiment, --experiment NAME (`list`)")

@@ -53,7 +53,8 @@ def load_text_model(
     Args:
         where: a run's directory (its newest checkpoint is used), the directory of a step in it, or its `best`; a folder
             in Hugging Face's form, or `hub:USER/NAME`. May be a bucket's address.
-        experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own.
+        experiment: the run's experiment, by name or `file.py:name`: needed if it uses classes of your own and
+            their file was moved.
         average: use the averaged parameters (EMA), if the run kept an average.
         dtype: the dtype of parameters and activations; None: a run's `model.dtype`; of a folder in Hugging Face's form
             that of its tensors, float32 for other types than bfloat16.

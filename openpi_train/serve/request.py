@@ -36,7 +36,7 @@ class ServeRequest(Request):
     # A run's directory, the directory of a step in it, its `best`, or another checkpoint, such as hub:USER/NAME.
     checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
 
-    # The run's experiment, needed if it has classes of your own.
+    # The run's experiment, needed if it has classes of your own and their file was moved.
     experiment: str | None = None
     # Number or asset id of the dataset whose robot is served, if the run had several.
     dataset: str | None = None

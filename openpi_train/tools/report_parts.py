@@ -19,7 +19,7 @@ from openpi_train.former_names import present_metrics
 from openpi_train.json_object import JsonObject
 from openpi_train.planning.gpu.run_account import RECORD
 from openpi_train.planning.gpu.step_account import GpuAccount, PartBound
-from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.rl.rollout_samples import ROLLOUTS
 from openpi_train.runtime.exits import RunError
 from openpi_train.runtime.waiting import duration
@@ -149,7 +149,7 @@ def norm_stats(run: RunFiles, like: Experiment | None) -> list[Block]:
 def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], Sequence[str]]:
     """The robots' names of dims, if the experiment can be read here."""
     try:
-        datasets = experiment_from_json(run.experiment, like).demonstrations.datasets
+        datasets = experiment_of_run(run.experiment, run.path, like).demonstrations.datasets
     except RunError:
         return {}
     kinds: dict[str, Callable[[Any], Sequence[str]]] = {
@@ -161,7 +161,7 @@ def _dim_names(run: RunFiles, like: Experiment | None) -> dict[tuple[str, str], 
 
 def sample_batch(run: RunFiles, like: Experiment | None) -> list[Block]:
     """The first training rows of the run. Raises DataError if the data are not available here."""
-    experiment = experiment_from_json(run.experiment, like)
+    experiment = experiment_of_run(run.experiment, run.path, like)
     data = experiment.open_data()
     if not isinstance(data, OpenedDatasets):
         raise Missing("no sample batch: only rows of robots' data are shown here.")

@@ -343,7 +343,7 @@ class ReportRequest(Request):
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN")]
     # The file; None: report.html in the first run's directory.
     out: Path | None = None
-    # The runs' experiment, if it uses classes of your own.
+    # The runs' experiment, if it uses classes of your own and their file was moved.
     experiment: str | None = None
     # Show a sample batch of the data.
     batches: bool = True

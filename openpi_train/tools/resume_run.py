@@ -11,14 +11,12 @@ from pathlib import Path
 
 from openpi_train import registry
 from openpi_train.command_line import RunFlags, parse_known
-from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
-from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.experiment_json import experiment_from_json, experiment_of_run
 from openpi_train.runtime.exits import CheckpointError, UsageError
-from openpi_train.runtime.system_errors import passes
 from openpi_train.tools.requests import ResumeRequest
-from openpi_train.training.run_record import recorded_json
+from openpi_train.training.run_record import recorded_json, starts_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ def where_it_began(request: ResumeRequest, argv: Sequence[str]) -> tuple[ResumeR
     is gone, nothing changes, and `experiment_of` warns.
     """
     run = Path(os.path.abspath(request.run.expanduser()))
-    _, began = _last_start(run)
+    began = _last_folder(run)
     if began == Path.cwd() or not began.is_dir():
         return request, list(argv)
     file = request.experiment
@@ -101,15 +99,10 @@ def experiment_of(request: ResumeRequest) -> Experiment:
         raise UsageError(
             f"{run} is no run: there is no experiment.json (a run is <base>/<experiment>/<name>; `runs` lists them)"
         )
-    word, started_in = _last_start(run)
-    file = request.experiment or (word if ".py:" in word else None)
-    if request.experiment is None and file is not None and not Path(file.partition(":")[0]).is_absolute():
-        file = str(started_in / file)
-    like = None
-    if file is not None and (request.experiment is not None or Path(file.partition(":")[0]).is_file()):
-        like = registry.load(file, any_dims=True)
+    started_in = _last_folder(run)
+    like = registry.load(request.experiment, any_dims=True) if request.experiment else None
     left_out: list[str] = []
-    found = experiment_from_json(recorded_json(run) or {}, like, left_out)
+    found = experiment_of_run(recorded_json(run) or {}, run, like, left_out)
     _tell_left_out(run, left_out)
     if found.name != run.parent.name:
         raise UsageError(
@@ -169,15 +162,9 @@ def _other_run(word: str | None) -> list[Path]:
     return [path, path.parent]
 
 
-def _last_start(run: Path) -> tuple[str, Path]:
-    """The first word of the run's last command line, and the folder where it was given."""
-    try:
-        start = read_json(run / "environment.json")["starts"][-1]
-        return ([*start["argv"][1:], ""])[0], Path(start["directory"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        if passes(error):
-            raise
-        return "", Path.cwd()
+def _last_folder(run: Path) -> Path:
+    """The folder where the run was last started; the present one if it is not recorded."""
+    return next((folder for _, folder in starts_of(run)), Path.cwd())
 
 
 def _tell(own: Experiment, found: Experiment, place: Path) -> None:

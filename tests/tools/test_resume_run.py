@@ -15,6 +15,7 @@ from vla_project import write_vla_project
 from openpi_train import cli, registry, train_verbs
 from openpi_train.data.core.files import read_json
 from openpi_train.fields import as_json
+from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, UsageError
 from openpi_train.tools import resume_run
@@ -75,8 +76,7 @@ def test_a_record_on_a_disk_that_fails_for_a_moment_is_read_again(asked, tmp_pat
             raise OSError(left.pop(), "it fails", str(path))
         return read_json(path)
 
-    for module in (run_record, resume_run):
-        monkeypatch.setattr(module, "read_json", read)
+    monkeypatch.setattr(run_record, "read_json", read)
     monkeypatch.setattr(passing_errors.time, "sleep", pauses.append)
     assert asked(*words, *(["--checkpoint-base-dir", tmp_path] if words[0] == "debug" else [])).seed == 7
     assert pauses == ([] if words[0] == "debug" and file == "environment.json" else [1.0, 2.0])
@@ -145,8 +145,14 @@ def test_the_run_of_a_file_goes_on_with_its_classes(asked, words, tmp_path, monk
     assert asked(f"{file}:try7", *words, "--resume") == dataclasses.replace(begun, resume=True)
     again = asked("resume", run)  # from another folder, too: the file is found where the run was started
     assert again.batch_size == 4 and as_json(again.data) == as_json(begun.data)
+    starts = json.loads((run / "environment.json").read_text())["starts"]
+    starts.append({"argv": ["openpi_train", "resume", str(run)], "directory": str(tmp_path)})
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    for where in (run, run / "20", run / "20" / "params"):  # what eval, serve, report and convert of it read
+        read = experiment_of_run(json.loads((run / "experiment.json").read_text()), where)
+        assert read.demonstrations.datasets[0].robot.extra == 4  # pyright: ignore
     file.rename(tmp_path / "moved.py")
-    with pytest.raises(CheckpointError, match=r"is a OwnRobot"):
+    with pytest.raises(CheckpointError, match=rf"is a OwnRobot.* was started with {file}:try7, which is not there"):
         experiment_of(ResumeRequest(run=run))
     moved = experiment_of(ResumeRequest(run=run, experiment=f"{tmp_path}/moved.py:try7"))
     assert moved.demonstrations.datasets[0].robot.extra == 4  # pyright: ignore
@@ -256,3 +262,19 @@ def test_a_run_of_another_tools_config_goes_on_without_the_config(asked, tmp_pat
     )
     again = asked("resume", run)
     assert again == dataclasses.replace(begun, resume=True) and (again.batch_size, again.seed) == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["train", "a.py:one", "--exp-name", "x"], "a.py:one"),
+        (["resume", "runs/one/x", "--experiment", "b.py:one"], "b.py:one"),
+        (["vla", "--experiment=b.py:one", "--config", "c.yaml"], "b.py:one"),
+        (["lm_grpo", "--reward", "short.py:is_short"], None),
+        (["debug"], None),
+    ],
+)
+def test_the_file_of_a_run_is_that_of_its_command_line(tmp_path, words, found):
+    run = recorded(tmp_path, dataclasses.replace(debug, exp_name="x"), argv=["openpi_train", *words])
+    assert run_record.own_experiment(run) == (None if found is None else str(tmp_path / found))
+    assert run_record.own_experiment(tmp_path) is None, "there is no run"

@@ -52,7 +52,7 @@ from openpi_train.objectives.preference_pairs import PreferencePairs
 from openpi_train.objectives.reward_pairs import RewardPairs
 from openpi_train.objectives.supervised_text import SupervisedText
 from openpi_train.optim import AdamW, LRSchedule
-from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.policy.text_model import MAX_LENGTH
 from openpi_train.runtime.exits import CheckpointError, DataError, UsageError, reported_as
 from openpi_train.tools.requests import given_fields
@@ -251,7 +251,7 @@ def _language_model(where: str) -> tuple[LanguageConfig, str]:
     if not native_format.recognises(place):
         return huggingface.read_model(place), where
     recorded, tokens = native_format.recorded_experiment(place)
-    run = experiment_from_json(recorded) if recorded else None
+    run = experiment_of_run(recorded, str(place)) if recorded else None
     found = policy_of(run.model) if run else None
     if found is None or tokens is None:
         raise UsageError(f"{where} is no language model of ours: name a run of sft or dpo")

@@ -24,7 +24,7 @@ from openpi_train.experiment import Experiment
 from openpi_train.interop import native_format
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import LRSchedule
-from openpi_train.policy.experiment_json import experiment_from_json
+from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.rl.estimator import AdvantageEstimator
 from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.runtime.exits import CheckpointError, UsageError, reported_as
@@ -121,7 +121,7 @@ def _base(request: RiptRequest, translated: TranslatedRipt) -> Experiment:
             f"policy_path {translated.policy} is no run of ours: name the experiment whose model, robot and "
             "environment the policy has with --experiment NAME (python -m openpi_train list)"
         )
-    return experiment_from_json(recorded)
+    return experiment_of_run(recorded, str(place))
 
 
 def _env(name: str | None) -> Env | None:
