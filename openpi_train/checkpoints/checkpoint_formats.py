@@ -7,6 +7,7 @@ the same for all. Read next: `interop/{checkpoint_format,stored_leaves,parameter
 
 import logging
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,6 +95,30 @@ def named(name: str) -> Format:
 def recognised(place: Place) -> Format | None:
     """The format of what is at a place; None if it is no checkpoint."""
     return next((one for one in formats() if one.recognises(place)), None)
+
+
+def foreign(folder: Path) -> str | None:
+    """What a folder holds of another project, and what to type for it; None if it holds no checkpoint of another one.
+
+    It is a checkpoint, or a folder of them by step, of which the newest counts. Looks at few files.
+    """
+    if not folder.is_dir():
+        return None
+    steps = sorted((name for name in _folders(folder) if name.isdecimal()), key=int, reverse=True)
+    for one in (folder, *(folder / name for name in steps)):
+        place = Place.of(one)
+        form = recognised(place)
+        if form is None:
+            continue
+        if form.name == "ours":
+            return None
+        more = ", and with --weight-loader.continue-training go on with its training"
+        return (
+            f"{one} is a checkpoint in the form {form.name}. Start a run from its weights: python -m openpi_train "
+            f"EXPERIMENT --exp-name NAME {form.start_flag} {shlex.quote(str(one))}"
+            f"{more if openpi.has_training_state(place) else ''}"
+        )
+    return None
 
 
 def open_checkpoint(where: str | Path, model: ModelConfig | None = None, name: str | None = None) -> Stored:

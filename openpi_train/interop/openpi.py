@@ -66,17 +66,21 @@ def recognises(place: Place) -> bool:
     return any(folder.has(METADATA) for folder in (place / "params", place))
 
 
+def has_training_state(place: Place) -> bool:
+    """Whether the place is a step's directory with the training state of openpi's trainer."""
+    return recognises(place) and (place / "train_state").has(METADATA)
+
+
 def open_checkpoint(place: Place, model: ModelConfig | None = None) -> Stored:
     """Open a step's directory, or the `params` directory in one. Raises CheckpointError if it is neither or damaged."""
     del model  # its names are the published ones
     step = place if (place / "params").has(METADATA) else place.parent
     item = step / "params" if step is place else place
-    has_state = step is place and (step / "train_state").has(METADATA)
     return Stored(
         where=str(place),
         format="openpi",
         params=read_params(item),
-        train_state=without_value(open_item(step / "train_state")) if has_state else None,
+        train_state=without_value(open_item(step / "train_state")) if has_training_state(place) else None,
         norm_stats=read_norm_stats(step) if (step / "params").url == item.url else {},
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openpi_train import registry
+from openpi_train.checkpoints.checkpoint_formats import foreign
 from openpi_train.command_line import RunFlags, parse_known
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
@@ -96,9 +97,8 @@ def experiment_of(request: ResumeRequest) -> Experiment:
             raise UsageError(
                 f"{request.run} is a checkpoint: give its run, and --resume-from {run.name} to go back to it"
             )
-        raise UsageError(
-            f"{run} is no run: there is no experiment.json (a run is <base>/<experiment>/<name>; `runs` lists them)"
-        )
+        what = foreign(run) or "A run is <base>/<experiment>/<name>; `runs` lists them"
+        raise UsageError(f"{run} is no run: there is no experiment.json. {what}")
     started_in = _last_folder(run)
     like = registry.load(request.experiment, any_dims=True) if request.experiment else None
     left_out: list[str] = []

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from openpi_train.checkpoints.checkpoint_formats import foreign
 from openpi_train.checkpoints.step_dirs import best_of, complete_steps
 from openpi_train.data.core.files import read_json
 from openpi_train.experiment import Experiment
@@ -74,9 +75,8 @@ def _at(path: Path, own: Path, word: str) -> ResumePoint:
     if not has_manifest(path):
         steps = complete_steps(path)
         if not steps:
-            raise UsageError(
-                f"--resume-from {word}: this is neither a complete checkpoint (<run>/<step>) nor a run with one"
-            )
+            what = foreign(path) or "this is neither a complete checkpoint (<run>/<step>) nor a run with one"
+            raise UsageError(f"--resume-from {word}: {what}")
         path = path / str(steps[-1])
     return ResumePoint(step=int(path.name)) if path.parent == own else ResumePoint(other=str(path))
 

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from openpi_train.checkpoints import fencing
+from openpi_train.checkpoints.checkpoint_formats import foreign
 from openpi_train.data.core import hub
 from openpi_train.data.core.files import read_json, set_aside, write_json
 from openpi_train.experiment import Experiment
@@ -366,7 +367,8 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
     # Log files may be opened before the run is, and a start that ended early leaves its lock and its generation.
     empty = {"logs", run_lock.NAME, fencing.NAME}
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):
-        raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name")
+        what = f". {found}" if (found := foreign(path)) else ""
+        raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name{what}")
     if is_run and not given.resume and not given.overwrite:
         raise UsageError(
             f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "

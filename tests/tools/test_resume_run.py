@@ -18,7 +18,6 @@ from openpi_train.fields import as_json
 from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import PEER_LOST, CheckpointError, UsageError
-from openpi_train.tools import resume_run
 from openpi_train.tools.requests import ResumeRequest
 from openpi_train.tools.resume_run import experiment_of
 from openpi_train.training import run_record

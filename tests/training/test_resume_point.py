@@ -8,6 +8,8 @@ from openpi_train_configs.debug import debug
 
 from openpi_train.fields import as_json
 from openpi_train.runtime.exits import UsageError
+from openpi_train.tools.requests import ResumeRequest
+from openpi_train.tools.resume_run import experiment_of
 from openpi_train.training.resume_point import ResumePoint, resume_point
 from openpi_train.training.rundir import check_run
 
@@ -105,3 +107,25 @@ def test_what_is_not_there_is_told_with_the_steps_that_are(runs):
         resume_point(given(runs, "best", "other"))
     with pytest.raises(UsageError, match=r"neither a complete checkpoint .* nor a run with one"):
         resume_point(given(runs, str(runs / "other" / "9")))
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_checkpoint_of_openpis_is_recognised_wherever_it_is_given(runs, state):
+    """By openpi's layout: <step>/params/_METADATA, and train_state beside it unless it was published."""
+    for step in ("5", "10"):
+        for item in ("params", "train_state") if state else ("params",):
+            (runs / "theirs" / step / item).mkdir(parents=True)
+            (runs / "theirs" / step / item / "_METADATA").touch()
+    asked = [
+        lambda: resume_point(given(runs, str(runs / "theirs"), "new")),
+        lambda: resume_point(given(runs, str(runs / "theirs" / "10"), "new")),
+        lambda: check_run(dataclasses.replace(given(runs, None, "theirs"), resume=True)),
+        lambda: check_run(dataclasses.replace(given(runs, None, "theirs"), overwrite=True)),
+        lambda: experiment_of(ResumeRequest(run=runs / "theirs")),
+        lambda: experiment_of(ResumeRequest(run=runs / "theirs" / "10")),
+    ]
+    for ask in asked:
+        with pytest.raises(UsageError, match="is a checkpoint in the form openpi") as error:
+            ask()
+        assert f"--weight-loader.params-path {runs / 'theirs' / '10'}" in str(error.value)
+        assert ("--weight-loader.continue-training" in str(error.value)) == state
