@@ -114,9 +114,10 @@ def list_experiments(argv: Sequence[str]) -> int:
 def stats(argv: Sequence[str]) -> int:
     """`stats <experiment>`: compute the norm stats and print a table per dimension."""
     from openpi_train.command_line import parse_known
+    from openpi_train.doors.openpi_words import stats_words
     from openpi_train.tools.requests import StatsRequest
 
-    request, rest = parse_known(StatsRequest, argv, "stats")
+    request, rest = parse_known(StatsRequest, stats_words(argv), "stats")
     experiment = parse_experiment(request.experiment, ["--exp-name", "stats", *rest])
     from openpi_train.tools.stats import stats_table
 
@@ -294,10 +295,11 @@ def compile_step(argv: Sequence[str]) -> int:
 def serve(argv: Sequence[str]) -> int:
     """`serve <run>`: serve a policy to robots over openpi's websocket protocol, a language model over OpenAI's API."""
     from openpi_train.command_line import Own, parse
+    from openpi_train.doors.openpi_words import serve_words
     from openpi_train.serve.request import ServeRequest, TextFlags
 
     kind = tuple[Own[ServeRequest], Own[TextFlags]]
-    request, texts = parse(kind, argv, "serve", ServeRequest.__doc__)
+    request, texts = parse(kind, serve_words(argv), "serve", ServeRequest.__doc__)
     from openpi_train.serve import main
 
     return main.replay(request, request.replay) if request.replay else main.run(request, texts)

@@ -17,6 +17,8 @@ LINES = {
     "main_train_ddp.py --world_size 2 --dry_run": LAUNCHED,
     "main.py --help": "python -m openpi_train posttrain",
     "train.py --help": "usage: python -m openpi_train",
+    "serve_policy.py --help": "python -m openpi_train serve",
+    "compute_norm_stats.py --help": "python -m openpi_train stats",
     "prepare_datasets.py --help": "python -m openpi_train posttrain",
     "merge_zarr.py --help": "data merge",
     "launch_multi_node.sh localhost 1 2 --dry-run -- debug --exp-name x": LAUNCHED,
