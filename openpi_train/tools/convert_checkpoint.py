@@ -36,6 +36,7 @@ from openpi_train.interop.stored_leaves import Leaves, Stored, Writer
 from openpi_train.interop.trained_with import check_same_training
 from openpi_train.json_object import JsonObject
 from openpi_train.models.model_config import ModelConfig, PolicyConfig
+from openpi_train.models.pi0 import pi0_names
 from openpi_train.runtime.device_limits import host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, UsageError
 from openpi_train.runtime.versions import package_versions
@@ -64,9 +65,10 @@ def main(
     if (run := _recorded(request)) is not None:
         experiment = recorded(run)
     if experiment is None:
-        checkpoint_formats.open_checkpoint(request.source, None, request.source_format)  # says what else is wrong
+        stored = checkpoint_formats.open_checkpoint(request.source, None, request.source_format)  # or what is wrong
         raise UsageError(
-            f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)"
+            f"{request.source} does not say whose model it is: name an experiment with --experiment (see `list`)\n"
+            f"{_contents(stored)}"
         )
     conversion = plan(request, experiment)
     print(conversion.summary())
@@ -76,6 +78,18 @@ def main(
     elif is_pushed:
         checkpoint_hub.check_push(str(request.target), create=False)
     return 0
+
+
+def _contents(stored: Stored) -> str:
+    """What can be read of a checkpoint whose model is not known, for a message."""
+    kinds = ", ".join(sorted({leaf.dtype.name for leaf in stored.params.values()}))
+    lines = [f"It holds {len(stored.params)} parameters, {num_values(stored.params):,} values ({kinds})"]
+    if flags := pi0_names.flags_of_sizes({name: leaf.shape for name, leaf in stored.params.items()}):
+        lines.append(f"sizes: {' '.join(flags)}")
+    for asset_id, content in stored.norm_stats.items():
+        dims = [f"{name} {len(entry.get('mean', ()))} dims" for name, entry in content.get("norm_stats", {}).items()]
+        lines.append(f"norm stats {asset_id}: {', '.join(dims) or 'none'}")
+    return "\n  ".join(lines)
 
 
 def _recorded(request: ConvertRequest) -> Mapping[str, Any] | None:

@@ -16,6 +16,7 @@ from openpi_train_configs.robot_dp import robot_dp_tiny_14
 from openpi_train import cli
 from openpi_train.checkpoints.checkpoint_formats import model_params, open_checkpoint
 from openpi_train.checkpoints.parity import compare_outputs
+from openpi_train.experiment_flags import parse_experiment
 from openpi_train.fields import as_json
 from openpi_train.interop import native_format, openpi
 from openpi_train.policy.experiment_json import experiment_from_json
@@ -175,6 +176,17 @@ def test_whose_model_it_is_must_be_said(tmp_path, capsys):
     source = write(tmp_path / "5", {"a": jnp.zeros(2)})
     assert cli.run(["convert", str(source), str(tmp_path / "out")]) == 2
     assert "does not say whose model it is: name an experiment with --experiment" in capsys.readouterr().err
+
+
+def test_what_is_in_it_is_told_where_its_model_is_not_known(golden, tmp_path, capsys):
+    """The sizes of the golden model are those of `meta.json`; its robot has 8 dims of state and 7 of actions."""
+    assert cli.run(["convert", str(golden / "openpi_checkpoint/5"), str(tmp_path / "out"), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "It holds 50 parameters, " in said and "norm stats golden_robot: state 8 dims, actions 7 dims" in said
+    flags = next(line for line in said.splitlines() if "sizes: " in line).partition("sizes: ")[2].split()
+    model = parse_experiment("debug", ["--exp-name", "x", *flags]).model  # they are flags
+    assert dataclasses.astuple(model.siglip) == (32, 2, 64, 2, 32)
+    assert (model.image_size, model.action_dim) == (224, 32)
 
 
 @pytest.mark.parametrize("target", ["5", "5/ours", "."], ids=["the same", "in it", "around it"])

@@ -112,10 +112,11 @@ def _explain(missing: list[str], extra: list[str], misshapen: list[str]) -> list
     if any(name.endswith("/pos_embedding") for name in misshapen):
         found.append("it is for images of another size: --model.image-size 224, 448 or 896, as its name says")
     elif any(name.startswith("PaliGemma/img/") for name in misshapen):
-        found.append("the image tower has other sizes: --model.siglip")
+        found.append("the image tower has other sizes: --model.siglip.width (also .depth, .mlp-dim, .num-heads)")
     if any(name.startswith("PaliGemma/llm/") for name in misshapen):
         found.append(
-            "the language model has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
+            "the language model has other sizes: --model.paligemma-variant, --model.language.width (also .depth, "
+            ".mlp-dim, .num-heads, .num-kv-heads, .head-dim), --model.vocab-size"
         )
     if any(name.startswith("head/") for name in misshapen):
         found.append("the head has other sizes: --model.head-variant, --model.head, --model.action-dim")

@@ -3,7 +3,9 @@
 Read next: `pi0.py`, and `interop/openpi.py`, which reads and writes files under these names.
 """
 
+import math
 import re
+from collections.abc import Mapping
 
 _IMAGE = {
     "patch_embedding": "embedding",
@@ -83,18 +85,40 @@ def explain_sizes(misshapen: list[str]) -> list[str]:
     language = [name for name in in_llm if name not in action]
     if language:
         found.append(
-            "the language expert has other sizes: --model.paligemma-variant, --model.language, --model.vocab-size"
+            "the language expert has other sizes: --model.paligemma-variant, --model.language.width (also .depth, "
+            ".mlp-dim, .num-heads, .num-kv-heads, .head-dim), --model.vocab-size"
         )
     if action:
         found.append(
-            "the action expert or its heads have other sizes: --model.action-expert-variant, --model.action-expert, "
-            "--model.action-dim"
+            "the action expert or its heads have other sizes: --model.action-expert-variant, "
+            "--model.action-expert.width (also .depth, .mlp-dim), --model.action-dim"
         )
-    if any(name.startswith("PaliGemma/img/") and not name.startswith("PaliGemma/img/head") for name in misshapen):
-        found.append("the image tower has other sizes: --model.siglip, --model.image-size")
+    tower = [name for name in misshapen if name.startswith(_TOWER) and not name.startswith(f"{_TOWER}head")]
+    if tower:
+        of_layers = [name for name in tower if name not in (_PATCHES, _POSITIONS)]
+        sizes = "--model.siglip.width (also .depth, .mlp-dim, .num-heads), " if of_layers else ""
+        found.append(f"the image tower has other sizes: {sizes}--model.siglip.patch-size, --model.image-size")
     return found
 
 
+def flags_of_sizes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The sizes of the image tower and of the actions as flags, from shapes by published name; none of other models."""
+    query = f"{_TOWER}Transformer/encoderblock/MultiHeadDotProductAttention_0/query/kernel"
+    up = f"{_TOWER}Transformer/encoderblock/MlpBlock_0/Dense_0/kernel"
+    if not {query, up, _PATCHES, _POSITIONS} <= shapes.keys():
+        return []
+    depth, width, num_heads, _ = shapes[query]
+    patch, per_side = shapes[_PATCHES][0], math.isqrt(shapes[_POSITIONS][1])
+    sizes = {"width": width, "depth": depth, "mlp-dim": shapes[up][2], "num-heads": num_heads, "patch-size": patch}
+    flags = [f"--model.siglip.{name} {size}" for name, size in sizes.items()]
+    flags.append(f"--model.image-size {patch * per_side}")
+    if (actions := shapes.get("action_in_proj/kernel")) is not None:
+        flags.append(f"--model.action-dim {actions[0]}")
+    return flags
+
+
+_TOWER = "PaliGemma/img/"
+_PATCHES, _POSITIONS = f"{_TOWER}embedding/kernel", f"{_TOWER}pos_embedding"
 _TIME_MLP = {"pi0": "action_time_mlp", "pi0.5": "time_mlp"}
 _HEADS = ("action_in_proj", "action_out_proj", "state_proj")
 
