@@ -296,7 +296,7 @@ def _report(error: BaseException, code: int) -> None:
     if isinstance(error, Preempted):
         logger.info("%s", error)
     elif code == INTERRUPTED:
-        logger.error("interrupted by Ctrl-C")
+        logger.error("interrupted by Ctrl-C%s", f": {error}" if str(error) else "")
     elif code == HARDWARE:
         kept = logs.keep_traceback(error)
         known = "; ".join(gpu_faults()) or "`nvidia-smi -q` and the kernel's log (Xid) say more"

@@ -8,6 +8,7 @@ Read next: `checkpoints/checkpoint_store.py` (the step directories), `metrics.py
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import logging
 import os
@@ -45,7 +46,8 @@ from openpi_train.training.run_record import recorded_json
 logger = logging.getLogger(__name__)
 
 _MARK, _MARK_TIMEOUT_S = ".shared", 10.0
-_MOST_FOLDERS = 100  # in which a run of the same name is looked for
+_MOST_FOLDERS = 100  # in which a run of the same name, or of a close one, is looked for
+_CLOSE_NAME = 0.8  # by difflib's ratio: one letter of five is wrong
 _MAX_NAME_BYTES = 200  # file systems take 255, and `.replaced-<time>` comes behind
 _RECORDED_VARIABLES = re.compile(
     r"(JAX|XLA|NCCL|CUDA|OMPI|OPENPI_TRAIN|TF_CPP|OMP|HF_HUB_OFFLINE|WANDB_MODE)(_.*)?"
@@ -323,7 +325,13 @@ def _tell_beginning(given: Experiment) -> None:
     around = [] if base.is_absolute() else [*here.parents, *_folders_in(here)]
     others = (folder / base / given.name / given.exp_name for folder in around)
     found = [one for one in others if _is_there(one / "experiment.json")]
-    if found:
+    if close := _of_close_name(path):
+        logger.warning(
+            "--resume: there is no run %s, so one begins there. Did you mean %s? It goes on with: "
+            "python -m openpi_train resume %s",
+            *(path, close.name, shlex.quote(str(close))),
+        )
+    elif found:
         logger.warning(
             "--resume: there is no run in %s, so one begins there. %s is a run of the same name: it goes on, from any "
             "folder, with: python -m openpi_train resume %s",
@@ -335,6 +343,14 @@ def _tell_beginning(given: Experiment) -> None:
             "with: python -m openpi_train resume RUN, its directory)",
             path,
         )
+
+
+def _of_close_name(path: pathlib.Path) -> pathlib.Path | None:
+    """A run beside the path whose name is nearly its own, and no other number of the same name (`seed_2`)."""
+    without_numbers = re.sub(r"\d+", "", path.name)
+    others = {one.name: one for one in _folders_in(path.parent) if re.sub(r"\d+", "", one.name) != without_numbers}
+    close = difflib.get_close_matches(path.name, others, n=3, cutoff=_CLOSE_NAME)
+    return next((others[name] for name in close if _is_there(others[name] / "experiment.json")), None)
 
 
 def _folders_in(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -60,6 +60,7 @@ from openpi_train.training.run_length import unfit_for_length
 from openpi_train.training.rundir import check_commits, last_devices, open_run, record_start
 from openpi_train.training.settling import Settling, require_early, settle
 from openpi_train.training.step import Trainer
+from openpi_train.training.stopping import interrupted
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
     except Preempted:
         session.stop(timeouts.finish_s)  # all processes end together: the first to leave would abort the others
         raise
+    except KeyboardInterrupt as error:
+        raise interrupted(run.directory) from error
     with phase("ending"):
         report(run)
         session.stop(timeouts.finish_s)

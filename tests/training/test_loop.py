@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import types
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from openpi_train.runtime import preempt
 from openpi_train.runtime.exits import Preempted
 from openpi_train.runtime.preempt import StoppedError, StopTimes
 from openpi_train.training import loop
+from openpi_train.training.stopping import interrupted
 
 train = inspect.unwrap(loop.train)  # without the run-time type check: it is given no real run
 
@@ -21,7 +23,7 @@ class NotingRun:
         self.events, self._stop_at = [], stop_at
         self.state = types.SimpleNamespace(step=first)
         self.experiment = types.SimpleNamespace(num_train_steps=total, log_interval=2)
-        self.step = first
+        self.step, self.directory = first, Path("runs/x y")
         self.recorder = types.SimpleNamespace(
             read=dict, check=lambda: self.events.append("check"), paused=contextlib.nullcontext
         )
@@ -112,7 +114,8 @@ def test_saves_and_stops_wait_until_the_feed_can_be_saved():
 def test_a_stop_says_how_long_it_took(monkeypatch):
     times = StopTimes(until_stopped_s=2.0, until_saved_s=3.5)
     monkeypatch.setattr(preempt, "stop_times", lambda: times)
-    took = r"with a good checkpoint, 3.5 s after the request \(2.0 s to .*, 1.5 s to save\); continue with --resume"
+    took = r"with a good checkpoint, 3.5 s after the request \(2.0 s to .*, 1.5 s to save\); continue with --resume, "
+    took += "or: python -m openpi_train resume 'runs/x y'$"
     with pytest.raises(Preempted, match=took):
         train(NotingRun(stop_at=3))
 
@@ -157,3 +160,13 @@ def test_a_stop_during_the_last_evaluation_is_the_end_unless_it_left_that_out(le
     with pytest.raises(Preempted, match=ending) if ending else contextlib.nullcontext():
         train(run)
     assert run.events[-4:] == [("evaluate", 6), "check", ("save", 6), "finish"]
+
+
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(tmp_path):
+    how = f"continue with --resume, or: python -m openpi_train resume {tmp_path}"
+    assert str(interrupted(tmp_path)) == f"no step is saved yet; {how}"
+    for step, files in ((20, ["manifest.json"]), (40, ["manifest.json"]), (60, [])):  # 60 is not complete
+        (tmp_path / str(step)).mkdir()
+        for file in files:
+            (tmp_path / str(step) / file).write_text("{}")
+    assert str(interrupted(tmp_path)) == f"the last saved step is 40; {how}"

@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing.dummy
 import queue
+import shlex
 import sys
 import time
 import types
@@ -103,6 +104,25 @@ def test_resume_of_nothing_says_so_and_starts(tmp_path, caplog):
     assert not run.resumed
     assert f"there is no run in {tmp_path}/debug/first, so one begins there" in caplog.text
     assert "resume RUN" in caplog.text and not [one for one in caplog.records if one.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "warned"),
+    [
+        ("my_experiment", "my_experimnt", True),
+        ("pi05 pick", "pi05 pikc", True),
+        ("seed_1", "seed_2", False),
+        ("baseline", "ablation", False),
+    ],
+)
+def test_resume_of_a_name_that_is_nearly_a_runs_warns(tmp_path, caplog, there, asked, warned):
+    run = start(tmp_path, there).path
+    (run.parent / f"{asked}_").mkdir()  # no run
+    with caplog.at_level(logging.WARNING):
+        check_run(given(tmp_path, asked, resume=True))
+    said = f"there is no run {run.parent / asked}, so one begins there. Did you mean {there}? It goes on with: "
+    assert (said + f"python -m openpi_train resume {shlex.quote(str(run))}" in caplog.text) == warned
+    assert warned or not caplog.records
 
 
 @pytest.mark.parametrize("typed_in", ["project/scripts/deep", "."])
