@@ -310,8 +310,8 @@ def _check_known(split: _Split, tokenizer: TextTokenizer) -> None:
         if one.kind == UNKNOWN and one.total and one.count > _MOST_UNKNOWN * one.total:
             raise ValueError(
                 f"{split.dataset.name}: {one.count / one.total:.0%} of the tokens stand for what the tokenizer "
-                f"{tokenizer.name} does not know ({one.count} of {one.total}; the first: {one.where}): no model can learn "
-                "these texts from them. Give a tokenizer that knows their characters, and the model that it belongs to: "
+                f"{tokenizer.name} does not know ({one.count} of {one.total}; the first: {one.where}): no model "
+                "can learn these texts. Give a tokenizer that knows their characters, and its model: "
                 "lm_sft, lm_dpo or lm_grpo, with --model.path FOLDER or hub:USER/NAME"
             )
 
