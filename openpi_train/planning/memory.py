@@ -6,7 +6,7 @@ State is exact: abstract shapes under the plan's shardings. Activations are an e
 
 import dataclasses
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -24,6 +24,8 @@ from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S
 from openpi_train.runtime.exits import UsageError
 from openpi_train.types import Tree
 
+# Numbers of devices that are tried, where those that the state needs are too few.
+_MORE_DEVICES = (8, 16, 32)
 # How far an estimate of memory may be off, as a share of what the compiler says (`estimate.py`).
 OFF = 0.25
 
@@ -234,9 +236,15 @@ def require_host(memory: Memory, available: int, offload: str) -> None:
     )
 
 
-def require(memory: Memory, available: int, num_devices: int, experiment: Experiment) -> None:
+def require(
+    memory: Memory,
+    available: int,
+    num_devices: int,
+    experiment: Experiment,
+    fits_on: Callable[[int], bool] = lambda num_devices: True,
+) -> None:
     """Raise DoesNotFit, with advice, if the run needs more than `available` bytes on a device, however far its estimate
-    is off: what may fit its compiler judges."""
+    is off: what may fit its compiler judges. More devices are advised if it `fits_on` so many of this size."""
     if memory.least <= available:
         return
     advice = []
@@ -246,9 +254,11 @@ def require(memory: Memory, available: int, num_devices: int, experiment: Experi
     if groups > shared:
         advice.append(f"cut the state over all devices: --fsdp-devices {groups}")
     needed = math.ceil((memory.total - memory.activations) * shared / max(available * 0.8, 1))
-    if needed > shared:  # otherwise it is the activations that do not fit, which more devices for the state leave alone
+    # Otherwise it is the activations that do not fit, which more devices for the state leave alone.
+    larger = [needed, *(size for size in _MORE_DEVICES if size > needed)] if needed > shared else []
+    if fitting := next((size for size in larger if fits_on(size * tensor_devices)), None):
         advice.append(
-            f"train on more devices (about {needed * tensor_devices} of this size) with --fsdp-devices {needed}"
+            f"train on more devices (about {fitting * tensor_devices} of this size) with --fsdp-devices {fitting}"
         )
     sent = memory.params + memory.grads + memory.micro_grads + memory.compute_copy
     if shared > 1 and experiment.sharding.strategy in ("replicated", "zero1", "zero2") and sent > 0.1 * memory.total:

@@ -164,13 +164,18 @@ def _table(found: Sequence[RunSummary]) -> list[str]:
     return _aligned([head, *([row[name] for name in head] for row in rows)])
 
 
+def _best(best: Best) -> str:
+    """The lowest held-out loss and its step; before the first step there is no checkpoint `best`."""
+    return f"{best.value:.4f} at {best.step}{'' if best.step else ' (untrained)'}"
+
+
 def _cells(one: RunSummary) -> Mapping[str, str]:
     return {
         "run": one.run,
         "state": one.state,
         "step": f"{one.step}/{'?' if one.num_train_steps is None else one.num_train_steps}",
         "loss": _number(one.loss, ".4f"),
-        "best": "-" if one.best is None else f"{one.best.value:.4f} at {one.best.step}",
+        "best": "-" if one.best is None else _best(one.best),
         "samples/s": _number(one.samples_per_s, ".1f"),
         "goodput": _number(one.goodput, ".0%"),
         "success": _number(one.success, ".0%"),

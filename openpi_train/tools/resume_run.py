@@ -6,6 +6,7 @@ Used by `--resume` and by the verb `resume`. Read next: `policy/experiment_json.
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def going_on(own: Experiment, argv: Sequence[str]) -> Experiment:
     if place is None or found is None or found.name != own.name:
         return own
     found = dataclasses.replace(found, **{field: getattr(own, field) for field in OF_A_START})
-    _tell(own, found, place)
+    _tell(own, found, place, argv)
     return found
 
 
@@ -167,9 +168,16 @@ def _last_folder(run: Path) -> Path:
     return next((folder for _, folder in starts_of(run)), Path.cwd())
 
 
-def _tell(own: Experiment, found: Experiment, place: Path) -> None:
-    """Log the run's values that are not those of the experiment of its name."""
-    changes = changed_fields(as_json(own), as_json(found))
+def _tell(own: Experiment, found: Experiment, place: Path, argv: Sequence[str]) -> None:
+    """Log the run's values that are not those of the experiment of its name, without those that a flag replaces."""
+    words = [word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")]
+    # `--no-tensorboard`, `--model.no-pi05`
+    given = {*words, *(re.sub(r"(^|\.)no_", r"\1", word) for word in words)}
+    changes = {
+        name: values
+        for name, values in changed_fields(as_json(own), as_json(found)).items()
+        if name not in given and not name.startswith(tuple(f"{word}." for word in given))
+    }
     if not changes:
         return
     lines = [f"  {name} {after!r} (the experiment alone: {before!r})" for name, (before, after) in changes.items()]

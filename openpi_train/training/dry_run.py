@@ -13,6 +13,7 @@ from openpi_train.launch import preflight
 from openpi_train.runtime import other_tools
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.world import WorldFlags, find_world
+from openpi_train.training.resume_point import begun
 from openpi_train.training.run_length import length_in_words, num_recorded, unfit_for_length
 from openpi_train.training.rundir import begins
 from openpi_train.training.settling import Settling, open_if_ready, require_early
@@ -51,6 +52,8 @@ def dry_run(given: Experiment, flags: WorldFlags, devices_per_process: int | Non
     notes = require_early(given)
     settling = Settling.here(given, world, open_if_ready)
     print("\n".join(settling.lines))
+    if (point := begun(given)) is not None:
+        print(f"it goes on from step {point[0]}")
     settling.require_start(lambda: _tell_sizes(settling))
     if settling.experiment.num_epochs is None:  # else the length in steps is known when the data are open
         for line in unfit_for_length(settling.experiment):

@@ -279,11 +279,30 @@ class Settling:
         experiment = self.on_kind
         costs = layout_costs(experiment, self.layout, self.machine)
         least = min((cost.memory(experiment.grad_accum) for cost in costs), key=lambda memory: memory.total)
-        require(least, self.available_bytes, self.machine.num_devices, experiment)
+        require(least, self.available_bytes, self.machine.num_devices, experiment, self._fits_on)
 
     def require_room(self) -> None:
         """Raise DoesNotFit if the run does not fit the devices."""
-        require(self.prepared.memory, self.available_bytes, self.machine.num_devices, self.prepared.experiment)
+        experiment = self.prepared.experiment
+        require(self.prepared.memory, self.available_bytes, self.machine.num_devices, experiment, self._fits_on)
+
+    def _fits_on(self, num_devices: int) -> bool:
+        """Whether the run may fit so many of these devices, which share its state, with the fewest rows at a time."""
+        groups = num_devices // self.on_kind.sharding.tensor_devices
+        rows, rest = divmod(self.on_kind.batch_size, groups)
+        if rest or not rows:
+            return False
+        *_, recomputing_most = self.on_kind.remat_choices().values()
+        experiment = dataclasses.replace(
+            recomputing_most,
+            sharding=dataclasses.replace(self.on_kind.sharding, strategy="auto"),
+            fsdp_devices=groups,
+            grad_accum=rows,
+            micro_batch_size=None,
+        )
+        machine = dataclasses.replace(self.machine, num_devices=num_devices, num_hosts=1)
+        found = forecasts(experiment, self.layout, machine, [rows], self.batch_spec, of_all_policies=True)
+        return any(one.memory.least <= self.available_bytes for one in found)
 
     def require_start(self, on_devices: Callable[[], None]) -> None:
         """Raise what is wrong with a start on these devices, all of it together, after `require_early`.

@@ -246,7 +246,21 @@ def test_more_devices_are_no_advice_where_the_state_fits_and_adapters_where_ther
     assert "--fsdp-devices" not in advice(full, activations=36 * GIB)
     told = advice(full, optimizer=4 * GIB)
     assert "(about 2 of this size) with --fsdp-devices 2" in told
-    (flags,) = re.findall(r"train low-rank adapters only, as pi0_bridge_traj_lora: (.*)", told)
+    (flags,) = re.findall(r"train low-rank adapters only, as pi0_lora: (.*)", told)
     adapted = parse_experiment("pi0_libero", ["--exp-name", "x", *flags.split()])
     assert adapted.model == registry.load("pi0_libero_low_mem_finetune").model and adapted.ema_decay is None
     assert "adapters" not in advice(registry.load("pi0_libero_low_mem_finetune"), optimizer=4 * GIB)
+    assert "adapters only, as pi05_lora: --model" in advice(registry.load("pi05_libero"), optimizer=4 * GIB)
+
+
+def test_more_devices_are_advised_only_where_it_fits_them():
+    none = dict.fromkeys(("frozen", "ema", "grads", "compute_copy"), 0)
+
+    def advice(fits_on):
+        with pytest.raises(DoesNotFit) as found:
+            require(Memory(params=GIB, optimizer=4 * GIB, **none), 4 * GIB, 1, registry.load("pi0_libero"), fits_on)
+        return re.findall(r"about (\d+) of this size\) with --fsdp-devices (\d+)", str(found.value))
+
+    assert advice(lambda num_devices: True) == [("2", "2")]
+    assert advice(lambda num_devices: num_devices >= 10) == [("16", "16")]
+    assert advice(lambda num_devices: False) == []

@@ -153,3 +153,8 @@ def test_the_documented_line_prints_a_metric_by_step(base):
     (base / "debug" / "stopped" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines_of(12)))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["10", "2.0", "12", "0.5"]
+
+
+def test_the_lowest_loss_before_training_is_no_checkpoint(tmp_path, capsys):
+    write_run(tmp_path, "worse", [{"step": 0, "val/loss": 0.5, "loss": 0.5}, {"step": 9, "val/loss": 0.7, "loss": 0.5}])
+    assert "0.5000 at 0 (untrained)" in said(capsys, tmp_path)

@@ -98,10 +98,13 @@ def test_resume_needs_none_of_the_flags_again(asked, words, tmp_path, caplog):
     assert "batch_size 4 (the experiment alone: 8)" in caplog.text and "optimizer.b1 0.8" in caplog.text
 
 
-def test_flags_that_are_given_replace_what_is_recorded(asked, words, tmp_path):
+def test_flags_that_are_given_replace_what_is_recorded(asked, words, tmp_path, caplog):
     begun = asked("debug", *words, *FLAGS)
     recorded(tmp_path, begun)
-    again = asked("debug", *words, "--resume", "--batch-size", "16", "--optimizer.b1", "0.7", "--tensorboard")
+    with caplog.at_level(logging.INFO):
+        again = asked("debug", *words, "--resume", "--batch-size", "16", "--optimizer.b1=0.7", "--tensorboard")
+    assert all(f"  {name} " not in caplog.text for name in ("batch_size", "optimizer.b1", "tensorboard"))
+    assert "  seed 5 (the experiment alone: 42)" in caplog.text, "no flag says otherwise"
     assert (again.batch_size, again.optimizer.b1, again.tensorboard) == (16, 0.7, True)
     assert again.lr_schedule == begun.lr_schedule and again.model == begun.model
     everything = asked("debug", *words, "--resume", *FLAGS)

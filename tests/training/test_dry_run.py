@@ -202,3 +202,18 @@ def test_a_launch_that_goes_on_with_a_run_says_so(given, capsys):
     again = dataclasses.replace(given, resume=True)
     assert check_ahead(again, 1) == 0
     assert f"it goes on with the run in {given.run_dir}" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_is_told_with_its_step(given, capsys):
+    open_run(given)
+    again = dataclasses.replace(given, resume=True)
+    assert rehearse(again) == 0
+    assert "goes on" not in capsys.readouterr().out, "it has no checkpoint"
+    for step in (20, 40):
+        (given.run_dir / str(step)).mkdir()
+        (given.run_dir / str(step) / "manifest.json").write_text("{}")
+        (given.run_dir / str(step) / "meta.json").write_text('{"data_position": {"step": 1}}')
+    assert rehearse(again) == 0
+    assert "it goes on from step 40\n" in capsys.readouterr().out
+    assert rehearse(dataclasses.replace(again, resume_from="20")) == 0
+    assert "it goes on from step 20\n" in capsys.readouterr().out

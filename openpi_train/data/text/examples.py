@@ -200,8 +200,11 @@ def _conversation(name: str, value: object) -> Conversation:
             raise ValueError(
                 f"message {number} of {name} is {message!r:.80}; needed is an object with role and content"
             )
-        if message["role"] not in ROLES:
-            raise ValueError(_unknown_role(message["role"], f"message {number} of {name}"))
+        if meant := _meant(message["role"]):
+            raise ValueError(
+                f"message {number} of {name} has the role {message['role']!r:.40}; known are {', '.join(ROLES)}. "
+                f"Rename it to {meant}"
+            )
         content, has_calls = message.get("content"), message.get("tool_calls") or message.get("function_call")
         if not (isinstance(content, str | list) or (content is None and has_calls)):
             raise ValueError(f"content of message {number} of {name} is {_what(content)}; needed is a string")
@@ -214,12 +217,11 @@ def _conversation(name: str, value: object) -> Conversation:
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
 
 
-def _unknown_role(role: str, place: str) -> str:
-    """What is wrong with a role that no chat template knows, and the one that was probably meant."""
-    meant = _SPEAKERS.get(role.strip().lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, n=1)), None)
-    return f"{place} has the role {role!r:.40}; known are {', '.join(ROLES)}" + (
-        f". Rename it to {meant}" if meant else ": rename it"
-    )
+def _meant(role: str) -> str | None:
+    """The role that was probably meant by one that is nearly known; others may be those of a chat template."""
+    if role in ROLES:
+        return None
+    return _SPEAKERS.get(role.strip().lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, n=1)), None)
 
 
 def _message(message: object, place: str) -> Any:

@@ -55,11 +55,10 @@ class Pi0Config(prompted.GemmaPolicyConfig):
 
     @property
     def smaller_runs(self) -> Sequence[str]:
-        small = "try the small model: pi0_bridge_traj_tiny"
         if (self.paligemma_variant, self.action_expert_variant) != ("gemma_2b", "gemma_300m"):
-            return (small,)
+            return ()
         flags = "--model.paligemma-variant gemma_2b_lora --model.action-expert-variant gemma_300m_lora --ema-decay None"
-        return f"train low-rank adapters only, as pi0_bridge_traj_lora: {flags}", small
+        return (f"train low-rank adapters only, as {'pi05_lora' if self.pi05 else 'pi0_lora'}: {flags}",)
 
     def problems(self) -> list[str]:
         language, action = self.experts.values()
