@@ -32,7 +32,7 @@ def ended(folder, *words):
 @pytest.mark.parametrize(
     ("flags", "code", "what"),
     [
-        (("--data.tokenizer", NAME), 3, f"`hf download {NAME}` (it is gated"),
+        (("--data.tokenizer", NAME), 3, f"`hf download {NAME} tokenizer.model` (it is gated"),
         (("--weight-loader.params-path", "hub:some/body"), 4, "`hf download some/body`, and copy the cache (HF_HOME)"),
     ],
 )
