@@ -5,7 +5,7 @@ import json
 import chats
 import pytest
 
-from openpi_train.data.text.examples import Example, ExampleType, example_of
+from openpi_train.data.text.examples import Example, ExampleType, _conversation, example_of
 
 USER, ANSWER = chats.ONE[:1], chats.ONE[1:]
 OTHER = [{"role": "assistant", "content": "It is five."}]
@@ -153,7 +153,10 @@ def test_further_columns_have_their_meaning_and_others_none():
             {"prompt": [{"role": "human", "content": "a"}], "completion": "b"},
             "message 0 of prompt .* Rename it to user",
         ),
-        ({"messages": [{"role": "x", "content": "a"}]}, "message 0 of messages has the role 'x'; .*: rename it"),
+        (
+            {"messages": [{"role": "Human", "content": "a"}]},
+            "message 0 of messages has the role 'Human'; .*Rename it to user",
+        ),
         ({"messages": [{"role": "user"}]}, "content of message 0 of messages is absent"),
         ({"messages": [{"role": "user", "content": 5}]}, "content of message 0 of messages is a number"),
         ({"text": "a", "chat_template_kwargs": {"messages": []}}, "has messages, which the run sets itself"),
@@ -167,3 +170,10 @@ def test_further_columns_have_their_meaning_and_others_none():
 def test_what_is_wrong_with_a_record_is_said(record, message):
     with pytest.raises(ValueError, match=message):
         example_of(record)
+
+
+def test_roles_of_a_chat_template_are_left_to_it():
+    """Granite's templates know `document`, Llama's `ipython`; neither is nearly another role."""
+    for role in ("ipython", "document", "critic"):
+        talk = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}, {"role": "assistant", "content": "c"}]
+        assert [one["role"] for one in _conversation("messages", talk)] == ["user", role, "assistant"]
