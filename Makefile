@@ -14,7 +14,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants oldest packages lint docs check-docs pictures dist gpu-compile gpu bench clean
+.PHONY: train demo test test-release quick mutants oldest maniskill packages lint docs check-docs pictures dist gpu-compile gpu bench clean
 .PHONY: gpu-tests gpu-steps gpu-loops gpu-policies gpu-others gpu-serving gpu-checkpoint gpu-run
 
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
@@ -81,6 +81,12 @@ quick: $(VENV)/.installed
 # The quick suite on the oldest Python and jax, in an environment of its own.
 oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(QUICK) $(IN_WORKERS)
+
+# ManiSkill, which wants torch (3 GB) and Vulkan: on a Debian 12 Mesa's of its backports, unpacked into a folder.
+maniskill: $(BIN)/python
+	test -x .venv-maniskill/bin/python || $(OLDEST) -m venv .venv-maniskill
+	$(call install,.venv-maniskill,dev$(comma)maniskill$(comma)aloha)
+	.venv-maniskill/bin/python tests/vulkan.py .venv-maniskill/mesa .venv-maniskill/bin/python -m pytest -m '' tests/envs/test_real_simulators.py
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	test -x .venv-oldest/bin/python || $(OLDEST) -m venv .venv-oldest

@@ -81,8 +81,43 @@ class TrainFlags(ProcessFlags):
     dry_run: bool = False
 
 
+def _env_flag(name: str) -> Any:
+    return tyro.conf.arg(name=f"env.{name}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OverrideFlags(Request):
+class EnvFlags(Request):
+    """The environment to act in, and what is set of one that is Gymnasium's; None: what it says of itself."""
+
+    # The environment of closed-loop evaluations, and of RL: tabletop, metaworld, metaworld:TASK, libero:SUITE,
+    # maniskill:ID, aloha:TASK, fetch:TASK, pusht, gym:ID or FILE.py:FUNCTION. None: the experiment's own.
+    env: Annotated[str | None, tyro.conf.arg(aliases=("--rl.env",))] = None
+    # The instruction that the policy gets.
+    env_prompt: Annotated[str | None, _env_flag("prompt")] = None
+    # Control steps per second.
+    env_rate: Annotated[float | None, _env_flag("rate")] = None
+    # The entry of Gymnasium's info that says whether an episode has succeeded; terminated: it has where it ends.
+    env_success: Annotated[str | None, _env_flag("success")] = None
+    # Whether an episode succeeds at any control step, or only if it has succeeded at its last one.
+    env_success_at: Annotated[Literal["any", "last"] | None, _env_flag("success-at")] = None
+    # Entries of the observation that are the state, in this order.
+    env_state: Annotated[tuple[str, ...] | None, _env_flag("state")] = None
+    # Names of cameras, each as NAME=ENTRY of the observation.
+    env_cameras: Annotated[tuple[str, ...] | None, _env_flag("cameras")] = None
+    # Arguments of what makes the environment, each as NAME=VALUE.
+    env_make: Annotated[tuple[str, ...] | None, _env_flag("make")] = None
+    # Clip actions to the bounds that the environment declares.
+    env_clip: Annotated[bool | None, _env_flag("clip")] = None
+
+    @property
+    def env_settings(self) -> dict[str, Any]:
+        """What is set of the environment, by the rest of the flag's name."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(EnvFlags) if field.name != "env"}
+        return {name.removeprefix("env_"): value for name, value in given.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverrideFlags(EnvFlags):
     """Flags that set many fields of an experiment at once; fields that are given explicitly take precedence."""
 
     # A DeepSpeed JSON config: its equivalent flags are logged and used.
@@ -106,9 +141,6 @@ class OverrideFlags(Request):
     # What completions are rewarded for, in place of the experiment's rewards: FILE.py:FUNCTION, one of TRL's form too,
     # or a name of docs/howto/reinforcement_learning.md. Of several the sum is the reward.
     reward: tuple[str, ...] | None = None
-    # The environment of closed-loop evaluations, and of RL: tabletop, metaworld, gym:ID, FILE.py:FUNCTION,
-    # libero:SUITE or maniskill:ID.
-    env: Annotated[str | None, tyro.conf.arg(aliases=("--rl.env",))] = None
     # Train this language model: a folder in Hugging Face's form, or hub:USER/NAME. Its config.json sets the sizes, and
     # start weights and tokenizer come from there, too.
     model_path: Annotated[str | None, tyro.conf.arg(name="model.path")] = None

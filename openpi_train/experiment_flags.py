@@ -7,7 +7,7 @@ set many fields, in the order of `OVERRIDES`, then each field's own. Nothing hea
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from openpi_train.former_names import present_words
@@ -23,7 +23,7 @@ HELP = ("-h", "--help", "--help-all")
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """A flag that sets many fields: a field of `OverrideFlags`, and what its value makes of an experiment.
+    """A flag that sets many fields: an attribute of `OverrideFlags`, and what its value makes of an experiment.
 
     Of a run that `goes_on`, what it has recorded of its dataset and its model is not read again. `--help` applies only
     what is `in_help`: what is quick, and changes the fields or their defaults.
@@ -82,6 +82,13 @@ def _environment(experiment: "Experiment", name: str, goes_on: bool) -> "Experim
         return on_env(experiment, environment(name))
 
 
+def _environment_settings(experiment: "Experiment", settings: Mapping[str, object], goes_on: bool) -> "Experiment":
+    from openpi_train.choice import on_env
+    from openpi_train.envs.named_envs import with_settings
+
+    return on_env(experiment, with_settings(experiment.robot_eval.closed_loop.env, settings))
+
+
 def _model(experiment: "Experiment", path: str, goes_on: bool) -> "Experiment":
     from openpi_train import choice
     from openpi_train.models.language.huggingface import named_model
@@ -101,6 +108,7 @@ OVERRIDES = (
     Override("data_robot", _robot),
     Override("reward", _reward, in_help=True),
     Override("env", _environment),
+    Override("env_settings", _environment_settings),
     Override("model_path", _model),
 )
 
@@ -170,7 +178,7 @@ def _built(
     experiment, together = default, ErrorCollector()
     for override in OVERRIDES:
         value = getattr(many, override.field)
-        if value is not None and (override.in_help or not shows_help):
+        if value not in (None, {}) and (override.in_help or not shows_help):
             with together:
                 experiment = override.apply(experiment, value, goes_on)
     if shows_help:

@@ -6,6 +6,7 @@ Read next: `rollout.py`, `score.py`, `evaluation/closed_loop_success.py` for the
 """
 
 import dataclasses
+import logging
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from openpi_train.envs.score import EpisodeResult, Score
 from openpi_train.envs.task_choice import chosen_tasks
 from openpi_train.envs.video import VideoRecorder
 from openpi_train.fields import at_least
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,8 @@ def evaluate(
         )
         if outcome is None:
             return None
+        if not start and outcome.beyond.any():
+            _tell_beyond(outcome.beyond, env)
         mine = zip(numbers.tolist(), tasks.tolist(), outcome.success.tolist(), outcome.steps.tolist(), strict=False)
         episodes += [[number, env.tasks[task], success, steps] for number, task, success, steps in mine]
     found = [
@@ -117,6 +122,26 @@ def evaluate(
         for n, t, s, k in part
     ]
     return Score(episodes=tuple(sorted(found, key=lambda episode: episode.number)))
+
+
+def protocol(config: ClosedLoop, execute: int) -> str:
+    """A line that says how the episodes were run, for a table of results."""
+    limit = config.env.max_steps if config.max_steps is None else config.max_steps
+    return (
+        f"{config.episodes_per_task} episodes per task from seed {config.seed}; at most {limit} control steps at "
+        f"{config.env.control_hz:g} Hz; a new chunk after {execute}"
+    )
+
+
+def _tell_beyond(shares: np.ndarray, env: Env) -> None:
+    """Say which dims of the actions lie beyond the bounds that the environment declares."""
+    dims = ", ".join(f"dim {dim}: {share:.0%}" for dim, share in enumerate(shares) if share)
+    logger.warning(
+        "actions of the first episodes lie beyond the bounds that %s declares (%s). It gets them as they are, as the "
+        "policy chose them; --env.clip clips them",
+        env.name,
+        dims,
+    )
 
 
 def episode_keys(config: ClosedLoop, numbers: np.ndarray) -> Key[Array, " b"]:

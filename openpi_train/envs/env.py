@@ -6,6 +6,7 @@ JAX or wrap a simulator: its states are opaque to callers, and every method work
 
 import abc
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -43,10 +44,25 @@ class Env(abc.ABC):
     control_hz: ClassVar[float]
     # Number of control steps after which an episode without success counts as failed.
     max_steps: ClassVar[int]
+    # Other names of cameras, as datasets of this environment also have them, and the camera of each.
+    also_called: ClassVar[Mapping[str, str]] = {}
+    # Actions of a chunk that published evaluations execute before they look again; None: the policy's own number.
+    replan_steps: ClassVar[int | None] = None
     # Whether every control step has a `reward`.
     has_reward: ClassVar[bool] = False
     # Whether a scripted expert can `demonstrate` every task.
     has_expert: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """What messages and tables call it."""
+        return type(self).__name__
+
+    def camera_of(self, feature: str) -> str:
+        """The camera for a dataset's image feature, such as `top` for observation.images.top; no camera if none is."""
+        last = re.split(r"[./]", feature)[-1]
+        names = [self.also_called.get(name, name) for name in (feature, feature.removeprefix("observation/"), last)]
+        return next((name for name in names if name in self.cameras), last)
 
     @property
     @abc.abstractmethod
@@ -55,7 +71,17 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def instruction(self, task: int) -> str:
-        """The task's language instruction, as given to a policy."""
+        """The task's language instruction, as given to a policy; empty: the policy's own prompt is used."""
+
+    @property
+    def action_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The lowest and highest action [a] that the environment declares; None: it declares none."""
+        return None
+
+    def limited_to(self, max_steps: int) -> "Env":
+        """This environment for episodes of so many control steps at most (default: itself, which need not know)."""
+        del max_steps
+        return self
 
     @abc.abstractmethod
     def reset(self, keys: Key[Array, " b"], tasks: Int[Array | np.ndarray, " b"]) -> EnvStates:

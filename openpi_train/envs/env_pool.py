@@ -1,10 +1,11 @@
 """`Leased`: the simulators of a batch of episodes, which are idle again once no states of the batch are referenced.
 
-Making a simulator takes longer than an episode. A simulator cannot go back, so only the newest states of a batch can be
-stepped. Read next: `gym_env.py`.
+Making a simulator takes longer than an episode, and some hold a gigabyte. So idle ones are used again, and for each
+that is made another idle one is closed first: there are never more than batches had at one time. A simulator cannot go
+back, so only the newest states of a batch can be stepped. Read next: `gym_env.py`.
 """
 
-import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -13,18 +14,23 @@ import jax
 import numpy as np
 from jaxtyping import Key, UInt64
 
-# Idle simulators by how they are made: a function and its arguments.
-_IDLE: dict[tuple[Callable[..., Any], Hashable], list[Any]] = collections.defaultdict(list)
+# How a simulator is made: a function and its arguments.
+_Kind = tuple[Callable[..., Any], tuple[Hashable, ...]]
+# Idle simulators, the one that was used longest ago first.
+_IDLE: list[tuple[_Kind, Any]] = []
 
 
 class Leased(list[Any]):
     """Simulators that `make(*arguments)` makes where none is idle; `num_steps` are the control steps of the batch."""
 
     def __init__(self, make: Callable[..., object], arguments: Sequence[tuple[Hashable, ...]]):
-        keys: list[tuple[Callable[..., Any], Hashable]] = [(make, one) for one in arguments]
-        super().__init__(_IDLE[make, one].pop() if _IDLE[make, one] else make(*one) for one in arguments)
+        kinds: list[_Kind] = [(make, one) for one in arguments]
+        found = [_taken(kind) for kind in kinds]
+        for _ in range(found.count(None)):
+            _close_one()
+        super().__init__(make(*kind[1]) if one is None else one for kind, one in zip(kinds, found, strict=True))
         self.num_steps = 0
-        weakref.finalize(self, _give_back, keys, tuple(self)).atexit = False
+        weakref.finalize(self, _give_back, kinds, tuple(self)).atexit = False
 
     def check_newest(self, num_steps: int) -> None:
         """Raise RuntimeError if the states after so many control steps were already stepped."""
@@ -35,14 +41,10 @@ class Leased(list[Any]):
             )
 
 
-def add_idle(make: Callable[..., object], arguments: tuple[Hashable, ...], simulator: object) -> None:
-    """Whoever next needs what `make(*arguments)` makes gets this one."""
-    _IDLE[make, arguments].append(simulator)
-
-
-def forget_idle() -> None:
-    """Make new simulators from now on."""
-    _IDLE.clear()
+def close_idle() -> None:
+    """Close the simulators that nobody uses."""
+    while _IDLE:
+        _close_one()
 
 
 def numbers_of(keys: Key[jax.Array, " b"]) -> UInt64[np.ndarray, " b"]:
@@ -50,6 +52,21 @@ def numbers_of(keys: Key[jax.Array, " b"]) -> UInt64[np.ndarray, " b"]:
     return np.asarray(jax.random.key_data(keys)).astype(np.uint64) @ np.array([0x9E3779B1, 1], np.uint64)
 
 
-def _give_back(keys: list[tuple[Callable[..., Any], Hashable]], simulators: tuple[object, ...]) -> None:
-    for key, simulator in zip(keys, simulators, strict=True):
-        _IDLE[key].append(simulator)
+def _taken(kind: _Kind) -> Any:
+    """The idle simulator of this kind that was used last, which is no longer idle; None if there is none."""
+    for place in reversed(range(len(_IDLE))):
+        if _IDLE[place][0] == kind:
+            return _IDLE.pop(place)[1]
+    return None
+
+
+def _close_one() -> None:
+    if _IDLE:
+        _, simulator = _IDLE.pop(0)
+        # A simulator that fails to close is lost to us anyway.
+        with contextlib.suppress(Exception):
+            getattr(simulator, "close", lambda: None)()
+
+
+def _give_back(kinds: list[_Kind], simulators: tuple[object, ...]) -> None:
+    _IDLE.extend(zip(kinds, simulators, strict=True))

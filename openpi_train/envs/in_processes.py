@@ -43,7 +43,8 @@ class ProcessEnv(Env):
     env: Env
     # Worker processes; None: one less than this process's cores.
     num_workers: int | None = at_least(1, None)
-    # The longest time that all episodes of a worker may take for a control step, in seconds.
+    # The longest time that an episode may take for a control step or its beginning, in seconds; a worker with several
+    # may take so much for each.
     timeout_s: float = 60.0
 
     def __post_init__(self):
@@ -51,8 +52,20 @@ class ProcessEnv(Env):
             raise ValueError(f"timeout_s {self.timeout_s} must be above 0")
 
     @property
+    def name(self) -> str:
+        return self.env.name
+
+    @property
     def cameras(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.env.cameras
+
+    @property
+    def also_called(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.env.also_called
+
+    @property
+    def replan_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.env.replan_steps
 
     @property
     def action_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,6 +93,13 @@ class ProcessEnv(Env):
 
     def instruction(self, task: int) -> str:
         return self.env.instruction(task)
+
+    @property
+    def action_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        return self.env.action_bounds
+
+    def limited_to(self, max_steps: int) -> "ProcessEnv":
+        return dataclasses.replace(self, env=self.env.limited_to(max_steps))
 
     def require(self) -> None:
         self.env.require()
@@ -244,11 +264,15 @@ class _Pool:
         for index, request in requests.items():
             problem = "its process has ended"
             if index not in lost:
-                done, answers[index], problem = self.workers[index].answer(self._timeout_s)
+                done, answers[index], problem = self.workers[index].answer(self._limit_s(batch, index))
                 if done:
                     continue
             answers[index] = self._repeated(batch, index, request, problem)
         return answers
+
+    def _limit_s(self, batch: _Batch, index: int) -> float:
+        """How long a worker may take for its episodes of a batch, one after the other."""
+        return self._timeout_s * len(batch.rows[index])
 
     def close(self) -> None:
         """End all workers."""
@@ -273,7 +297,7 @@ class _Pool:
                 done = self.workers[index].send(one)
                 problem = "its process has ended"
                 if done:
-                    done, answer, problem = self.workers[index].answer(self._timeout_s)
+                    done, answer, problem = self.workers[index].answer(self._limit_s(batch, index))
                 if not done:
                     break
             else:

@@ -12,9 +12,8 @@ begins in states that LIBERO draws anew. An episode ends with its first success.
 import dataclasses
 import functools
 import importlib
-import importlib.util
-import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.env_pool import Leased, numbers_of
+from openpi_train.envs.unattended import answering, choose_renderer
 from openpi_train.runtime.exits import UsageError
 
 # Control steps of each suite, somewhat more than its longest demonstration has.
@@ -45,6 +45,10 @@ class LiberoEnv(Env):
     initial_states: Literal["published", "new"] = "published"
 
     cameras: ClassVar[tuple[str, ...]] = tuple(_PICTURES)
+    # LeRobot's name; the other is openpi's.
+    also_called: ClassVar[Mapping[str, str]] = {"image2": "wrist_image"}
+    # openpi's `examples/libero/main.py`.
+    replan_steps: ClassVar[int | None] = 5
     action_dim: ClassVar[int] = 7
     state_dim: ClassVar[int] = 8
     control_hz: ClassVar[float] = 20.0
@@ -52,6 +56,10 @@ class LiberoEnv(Env):
     def __post_init__(self):
         if self.suite not in SUITES:
             raise ValueError(f"LIBERO has no suite {self.suite!r}; it has {', '.join(SUITES)}")
+
+    @property
+    def name(self) -> str:
+        return self.suite
 
     @property
     def max_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -188,18 +196,14 @@ def _path(what: str, suite: str, task: int) -> str:
 
 
 def _libero(module: str) -> Any:
-    """A module of LIBERO. Raises UsageError if there is none, or if it would ask where its files are."""
+    """A module of LIBERO. Where it asks for the folder of its files when it is first imported: its own.
+
+    Raises UsageError if there is none.
+    """
+    choose_renderer()
     name = f"libero.libero.{module}".removesuffix(".")
-    config = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
-    if importlib.util.find_spec("libero") is not None and not config.is_file():
-        raise UsageError(
-            f"LIBERO would ask where its files are, since there is no {config}: run python -c 'import libero.libero' "
-            "once and answer, or set LIBERO_CONFIG_PATH to the folder of its config.yaml"
-        )
     try:
-        return importlib.import_module(name)
+        with answering("n"):
+            return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(
-            f"LIBERO cannot be imported ({error}): install it beside openpi_train, from "
-            "https://github.com/Lifelong-Robot-Learning/LIBERO or as hf-libero"
-        ) from error
+        raise UsageError(f"LIBERO cannot be imported ({error}): pip install 'openpi_train[libero]'") from error

@@ -1,10 +1,10 @@
 """ManiSkill 3 (Tao et al. 2024): its tasks as Gymnasium environments, where the package `mani_skill` is installed.
 
 `--env maniskill:ID` is a task, such as maniskill:PickCube-v1: a `GymEnv` on its CPU simulator. Names are those of its
-observations (ManiSkill's docs, `user_guide/concepts/observation.md`, observation mode `rgb`): the cameras of
-`sensor_data`, and as the state the joint positions `agent/qpos`. Actions are those of the controller
-`pd_ee_delta_pose`: for a Panda three deltas of position, three of rotation, and the gripper, in -1..1.
-Read next: `gym_env.py`, `in_processes.py`, in which it runs.
+observations (ManiSkill's docs, `user_guide/concepts/observation.md`): the cameras of `sensor_data`, and as the state
+all vectors, `agent/qpos`, `agent/qvel` and those of `extra`, where goals are. Unless others are given (`--env.make`)
+the observation mode is `rgb`, and actions are those of the controller `pd_ee_delta_pose`: for a Panda three deltas of
+position, three of rotation, and the gripper, in -1..1. Read next: `gym_env.py`, `in_processes.py`, in which it runs.
 """
 
 import importlib
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from openpi_train.envs.gym_observation import entries
+from openpi_train.envs.unattended import answering
 from openpi_train.runtime.exits import UsageError
 
 # ManiSkill has no instructions, so these are ours. Of other tasks the name is the instruction.
@@ -36,7 +38,8 @@ INSTRUCTIONS = {
 }
 # Of tasks that do not say so themselves.
 _MAX_STEPS, _CONTROL_HZ = 100, 20
-_STATE = ("agent", "qpos")
+# What a simulator is made with, unless the user gives others.
+_MADE = {"obs_mode": "rgb", "control_mode": "pd_ee_delta_pose", "sim_backend": "cpu"}
 
 
 def settings(task: str) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def settings(task: str) -> dict[str, Any]:
 
     Raises UsageError if ManiSkill is not installed or has no such task.
     """
-    limit = _spec(task).max_episode_steps
+    limit = spec(task).max_episode_steps
     words = task.partition("-")[0]
     spelt = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in words).strip()
     return {
@@ -55,20 +58,44 @@ def settings(task: str) -> dict[str, Any]:
     }
 
 
-def simulator(task: str) -> Any:
-    """A new simulator of this task, whose observations are a vector and pictures by name. Raises UsageError."""
-    _spec(task)
-    made = importlib.import_module("gymnasium").make(
-        task, num_envs=1, obs_mode="rgb", control_mode="pd_ee_delta_pose", sim_backend="cpu"
-    )
-    return _Flat(importlib.import_module("mani_skill.utils.wrappers.gymnasium").CPUGymWrapper(made))
+def simulator(task: str, **given: object) -> Any:
+    """A new simulator of this task, whose observations are vectors and pictures by name, with these arguments of its
+    own. Raises UsageError if it lacks what it needs: files, or Vulkan.
+    """
+    require(task)
+    made = importlib.import_module("gymnasium").make
+    try:
+        # Time is counted by whoever acts.
+        with answering("n"):
+            inner = made(task, num_envs=1, max_episode_steps=-1, **{**_MADE, **given})
+    except SystemExit as error:  # it has asked whether to load files
+        raise UsageError(
+            f"maniskill:{task} needs files that are not here: python -m mani_skill.utils.download_asset {task}"
+        ) from error
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in ("vk::", "vulkan", "physical device")):
+            raise
+        raise UsageError(
+            f"maniskill:{task}: ManiSkill needs Vulkan, of a GPU's driver or of Mesa 23 or later ({error}): install "
+            "mesa-vulkan-drivers and libvulkan1; on Debian 12 those of its backports"
+        ) from error
+    return _Flat(importlib.import_module("mani_skill.utils.wrappers.gymnasium").CPUGymWrapper(inner))
 
 
 def flat(seen: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """ManiSkill's observation as `GymEnv` reads it: the joint positions as `agent/qpos`, pictures by camera."""
-    group, name = _STATE
-    pictures = {camera: np.asarray(data["rgb"]) for camera, data in seen["sensor_data"].items() if "rgb" in data}
-    return {"/".join(_STATE): np.asarray(seen[group][name], np.float32), **pictures}
+    """ManiSkill's observation as `GymEnv` reads it: pictures by camera, all else by its path, as in `agent/qpos`."""
+    if not isinstance(seen, Mapping):
+        return entries(np.asarray(seen))
+    pictures = {
+        camera: np.asarray(data["rgb"]) for camera, data in seen.get("sensor_data", {}).items() if "rgb" in data
+    }
+    rest = {name: one for name, one in seen.items() if name not in ("sensor_data", "sensor_param")}
+    return {**entries(rest), **pictures}
+
+
+def require(task: str) -> None:
+    """Raise UsageError if ManiSkill or the task is missing."""
+    spec(task)
 
 
 class _Flat:
@@ -85,8 +112,11 @@ class _Flat:
         seen, reward, terminated, truncated, told = self._made.step(action)
         return flat(seen), float(reward), bool(terminated), bool(truncated), told
 
+    def close(self) -> None:
+        self._made.close()
 
-def _spec(task: str) -> Any:
+
+def spec(task: str) -> Any:
     """What Gymnasium knows of a task."""
     try:
         importlib.import_module("mani_skill.envs")  # which registers its tasks

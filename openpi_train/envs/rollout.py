@@ -22,18 +22,23 @@ Policy = Callable[[EnvObservation, Key[Array, " b"]], Float[Array | np.ndarray, 
 # What was seen before a control step, its actions [b, a], the states after it, and which episodes had succeeded before.
 Recording = Callable[[EnvObservation, np.ndarray, Any, np.ndarray], None]
 
+# What rounding may add to a bound.
+_NEARLY = 1e-4
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a batch of episodes ended.
 
     `success` bool [b]; `steps` int [b], the control steps until success (all steps if there was none); `states`, the
-    environment's last states.
+    environment's last states; `beyond` float [a], the share of the actions of each dim that lay beyond the bounds that
+    the environment declares.
     """
 
     success: np.ndarray
     steps: np.ndarray
     states: Any
+    beyond: np.ndarray
 
 
 class RolloutEpisodes:
@@ -67,7 +72,8 @@ class RolloutEpisodes:
         watch: Callable[[Any, np.ndarray], None] | None = None,
         record: Recording | None = None,
     ):
-        self._policy, self._env, self._execute, self._history = policy, env, execute, history
+        self._env = env if max_steps is None else env.limited_to(max_steps)
+        self._policy, self._execute, self._history = policy, execute, history
         self._watch, self._record = watch, record
         self._limit = env.max_steps if max_steps is None else max_steps
         self._reset_keys, self._tasks = row_randomness.for_purpose(keys, "env/reset"), jnp.asarray(tasks)
@@ -76,6 +82,8 @@ class RolloutEpisodes:
         self._taken, self._states = 0, None
         self._seen: collections.deque[EnvObservation] = collections.deque(maxlen=history)
         self._chunk: Any = None
+        # Number of actions that were executed, and of those of each dim that lay beyond the environment's bounds.
+        self._acted, self._beyond = 0, np.zeros(env.action_dim)
 
     def begin(self) -> None:
         """Reset the environment, and observe."""
@@ -106,6 +114,7 @@ class RolloutEpisodes:
                 self._taken += count - number
                 return
             actions = self._chunk[:, number]
+            self._count(np.asarray(actions)[~self._done])
             self._states = env.step(self._states, actions)
             self._taken += 1
             if self._record is not None:
@@ -121,7 +130,16 @@ class RolloutEpisodes:
     @property
     def outcome(self) -> Outcome:
         """How the episodes ended, once they are over."""
-        return Outcome(success=self._done, steps=self._steps, states=self._states)
+        beyond = self._beyond / max(self._acted, 1)
+        return Outcome(success=self._done, steps=self._steps, states=self._states, beyond=beyond)
+
+    def _count(self, actions: np.ndarray) -> None:
+        """Count these actions [n, a] and those beyond the bounds."""
+        bounds = self._env.action_bounds
+        self._acted += len(actions)
+        if bounds is not None:
+            low, high = bounds
+            self._beyond += ((actions < low - _NEARLY) | (actions > high + _NEARLY)).sum(0)
 
 
 def rollout(

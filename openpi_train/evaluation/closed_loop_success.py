@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Key
 
 from openpi_train.data.core.files import write_json
 from openpi_train.data.robot.translation import Translation
-from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.data.robot.windows import WindowShape
+from openpi_train.envs.closed_loop import ClosedLoop, evaluate, protocol
 from openpi_train.envs.env import EnvObservation
 from openpi_train.envs.score import Score
 from openpi_train.envs.video import VideoRecorder
@@ -74,7 +75,7 @@ class ClosedLoopSuccess(Measure):
         score = evaluate(
             lambda: policy,
             self._config,
-            execute=window.num_executed,
+            execute=num_executed(self._config, window),
             history=window.history,
             batch_size=policy.batch_size,
             rows=policy.rows,
@@ -86,7 +87,7 @@ class ClosedLoopSuccess(Measure):
         if score is None:
             raise StoppedError
         write_score(folder, score, recorder, {"closed_loop": as_json(self._config)})
-        self._table = score.table()
+        self._table = f"{protocol(self._config, num_executed(self._config, window))}\n{score.table()}"
         return score.metrics()
 
     def line(self, values: Mapping[str, float]) -> str:
@@ -98,6 +99,18 @@ class ClosedLoopSuccess(Measure):
         if before is None or after is None:
             return None
         return f"success in the environment: {100 * before:.1f} % before, {100 * after:.1f} % after"
+
+
+def num_executed(config: ClosedLoop, window: WindowShape) -> int:
+    """The actions of a chunk that are executed before the next query of a policy with this window.
+
+    `config.execute` if it is given; else the model's own number, the environment's published one, or half of the chunk.
+    """
+    if config.execute is not None:
+        return config.execute
+    if window.execute is None and config.env.replan_steps is not None:
+        return min(config.env.replan_steps, window.num_ahead)
+    return window.num_executed
 
 
 def write_score(folder: Path, score: Score, recorder: VideoRecorder, settings: JsonObject) -> None:

@@ -20,9 +20,10 @@ class RobotRows:
     Attributes: `robot`; `cameras`, the environment's camera of each image feature that the robot reads.
     """
 
-    def __init__(self, translation: Translation, env: Env):
-        self._translation, self._env, self.robot = translation, env, translation.robot
-        self.cameras = {feature: _camera(feature, env) for feature in translation.robot.cameras.values()}
+    def __init__(self, translation: Translation, env: Env, prompt: str = ""):
+        """`prompt` is for tasks without an instruction."""
+        self._translation, self._env, self.robot, self._prompt = translation, env, translation.robot, prompt
+        self.cameras = {feature: env.camera_of(feature) for feature in translation.robot.cameras.values()}
 
     def columns(self, observation: EnvObservation) -> dict[str, np.ndarray]:
         """The model's rows of these episodes, stacked by entry, without actions."""
@@ -32,7 +33,7 @@ class RobotRows:
             self._translation.row(
                 {name: image[index] for name, image in images.items()},
                 states[index],
-                self._env.instruction(int(task)),
+                self._env.instruction(int(task)) or self._prompt,
             )
             for index, task in enumerate(tasks)
         ]
@@ -63,7 +64,7 @@ def translation_of(data: OpenedData, env: Env, dataset: int, *, flag: str) -> Tr
                 f"{type(robot).__name__} of dataset {dataset} has {has} {name} dims, {type(env).__name__} has "
                 f"{takes}: choose another {flag}.dataset or environment"
             )
-    if missing := sorted(name for name in robot.cameras.values() if _camera(name, env) not in env.cameras):
+    if missing := sorted(name for name in robot.cameras.values() if env.camera_of(name) not in env.cameras):
         raise UsageError(
             f"{type(robot).__name__} of dataset {dataset} reads {', '.join(missing)}; {type(env).__name__} has "
             f"{', '.join(env.cameras) or 'no camera'}"
@@ -77,8 +78,3 @@ def translation_of(data: OpenedData, env: Env, dataset: int, *, flag: str) -> Tr
         spec=data.train.spec,
         window=windows[dataset].shape,
     )
-
-
-def _camera(feature: str, env: Env) -> str:
-    """The camera of `env` for a dataset's image feature; RLDS puts all observations below `observation/`."""
-    return feature if feature in env.cameras else feature.removeprefix("observation/")

@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 
 from openpi_train.data.robot.normalize import normalize
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.policy.observation import ObservationError
+from openpi_train.policy.observation import PROMPT, ObservationError
 from openpi_train.policy.policy import Policy
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.real_time_chunking import MAX_GUIDANCE, prefix_weights
@@ -26,20 +26,24 @@ class Acting:
         return np.stack([answer["actions"] for answer in answers])
 
     def _prepared(self, observation: EnvObservation) -> list[tuple[Any, np.ndarray]]:
-        images = {name: np.asarray(image) for name, image in observation.images.items()}
+        features, seen = self._policy.form.robot.cameras.values(), observation.images
+        called = {feature: self._env.camera_of(feature) for feature in features}
+        images = {feature: np.asarray(seen[camera]) for feature, camera in called.items() if camera in seen}
+        images |= {name: np.asarray(image) for name, image in seen.items() if name not in called.values()}
         states = np.asarray(observation.state)
         given = [
             {
                 **{name: image[row] for name, image in images.items()},
                 "state": states[row],
-                "prompt": self._env.instruction(int(task)),
+                **({PROMPT: text} if (text := self._env.instruction(int(task))) else {}),
             }
             for row, task in enumerate(np.asarray(observation.task))
         ]
         try:
             return [self._policy.prepare(one) for one in given]
         except ObservationError as error:
-            raise UsageError(f"{type(self._env).__name__} does not suit the policy: {error}") from error
+            hint = "" if PROMPT not in str(error) else ". Give the environment an instruction with --env.prompt"
+            raise UsageError(f"{type(self._env).__name__} does not suit the policy: {error}{hint}") from error
 
 
 class ActingInRealTime(Acting):

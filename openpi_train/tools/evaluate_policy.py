@@ -22,13 +22,13 @@ from openpi_train.command_line import ProcessFlags, changed_flags
 from openpi_train.data.core.files import write_json, write_text
 from openpi_train.data.robot.opened import open_windows
 from openpi_train.data.text.text_data import TextData
-from openpi_train.envs.closed_loop import ClosedLoop, evaluate
+from openpi_train.envs.closed_loop import ClosedLoop, evaluate, protocol
 from openpi_train.envs.ensembling import Ensembled
 from openpi_train.envs.env import Env, NoEnv
-from openpi_train.envs.named_envs import environment
+from openpi_train.envs.named_envs import environment, with_settings
 from openpi_train.envs.rollout import Policy as EnvPolicy
 from openpi_train.envs.video import VideoRecorder
-from openpi_train.evaluation.closed_loop_success import write_score
+from openpi_train.evaluation.closed_loop_success import num_executed, write_score
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import preflight
@@ -121,7 +121,7 @@ def folder_of(checkpoint: str) -> Path:
 def closed_loop_of(request: EvaluateRequest, experiment: Experiment, dataset: int) -> ClosedLoop:
     """The experiment's closed loop with the requested options."""
     given = {
-        "env": NoEnv() if request.episodes == 0 else _env(request.env),
+        "env": NoEnv() if request.episodes == 0 else _env(request, experiment),
         "episodes_per_task": request.episodes or None,
         "execute": request.execute,
         "max_steps": request.max_steps,
@@ -136,9 +136,12 @@ def closed_loop_of(request: EvaluateRequest, experiment: Experiment, dataset: in
     return dataclasses.replace(experiment.robot_eval.closed_loop, **asked, **tasks)
 
 
-def _env(name: str | None) -> Env | None:
+def _env(request: EvaluateRequest, experiment: Experiment) -> Env | None:
     with reported_as(UsageError):
-        return None if name is None else environment(name)
+        if request.env is not None:
+            return environment(request.env, settings=request.env_settings)
+        own = experiment.robot_eval.closed_loop.env
+        return with_settings(own, request.env_settings) if request.env_settings else None
 
 
 def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
@@ -196,13 +199,14 @@ def _in_closed_loop(
     settings = {**_settings(request), "execute": _execute(config, policy), "closed_loop": as_json(config)}
     write_score(folder, score, recorder, settings)
     if index == 0:
-        print(f"closed loop, {type(config.env).__name__}, {config.num_episodes} episodes:")
+        print(f"closed loop, {config.env.name}, {config.num_episodes} episodes:")
+        print(protocol(config, _execute(config, policy)))
         print(score.table())
         print(f"written to {folder}")
 
 
 def _execute(config: ClosedLoop, policy: Policy) -> int:
-    return policy.form.window.num_executed if config.execute is None else config.execute
+    return num_executed(config, policy.form.window)
 
 
 def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Callable[[], EnvPolicy]:

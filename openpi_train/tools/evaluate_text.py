@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from openpi_train.checkpoints import checkpoint_formats
-from openpi_train.command_line import changed_flags
+from openpi_train.command_line import EnvFlags, changed_flags
 from openpi_train.data.core.files import write_json
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData, TextDataset
@@ -48,7 +48,7 @@ _NUM_PROMPTS = 64
 _OF_POLICIES = (
     *(
         "dataset",
-        "env",
+        *(field.name for field in dataclasses.fields(EnvFlags)),
         "episodes",
         "held_out",
         "execute",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from openpi_train.command_line import Request, one_word
+from openpi_train.command_line import EnvFlags, Request, one_word
 from openpi_train.fields import at_least
 
 # The experiment of a verb. Flags that the verb does not have are the experiment's fields, as in training.
@@ -188,7 +188,7 @@ class ConvertRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateRequest(Request):
+class EvaluateRequest(EnvFlags):
     """Evaluate a trained policy (open loop on held-out recorded episodes, closed loop in an environment), or a language
     model (held-out loss, perplexity, completions of held-out prompts).
 
@@ -202,9 +202,7 @@ class EvaluateRequest(Request):
     experiment: str | None = None
     # Which dataset's robot acts: a number or asset id.
     dataset: str | None = None
-    # The environment to act in; None: the experiment's own, if it has one.
-    env: str | None = None
-    # Episodes per task there; 0: no closed loop.
+    # Episodes per task in the environment; 0: no closed loop.
     episodes: int | None = at_least(0, None)
     # Recorded episodes; 0: no open loop.
     held_out: int = at_least(0, 20)
@@ -216,7 +214,7 @@ class EvaluateRequest(Request):
     real_time_delay: int | None = at_least(0, None)
     # Its largest guidance towards the chunk before; None: 5, as in the paper (LeRobot: 10).
     real_time_guidance: float | None = None
-    # Control steps before an episode has failed.
+    # Control steps before an episode has failed; None: the run's number, or the environment's own.
     max_steps: int | None = at_least(1, None)
     # Number of episodes with videos.
     videos: int | None = at_least(0, None)

@@ -122,7 +122,7 @@ def test_it_sends_what_our_environment_observes(client, envs, monkeypatch):
     monkeypatch.setattr(libero_env, "_published_states", lambda *_: np.full((1, 3), 0.03))
     env = LiberoEnv(suite="libero_goal", image_size=4)
     seen = env.observe(env.reset(jax.random.split(jax.random.key(0), 1), np.array([1])))
-    env_pool.forget_idle()
+    env_pool.close_idle()
     sent = policy.seen[0]
     for camera, pictures in seen.images.items():
         np.testing.assert_array_equal(sent[f"observation/{camera}"], pictures[0])
