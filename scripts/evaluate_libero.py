@@ -84,6 +84,7 @@ def flags_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=at_least(0), nargs="+", help="numbers of tasks of each suite (default: all)")
     parser.add_argument("--trials", type=at_least(1), default=50, help="episodes of each task")
     parser.add_argument("--execute", type=at_least(1), default=5, help="actions of a chunk that are executed")
+    parser.add_argument("--max-steps", type=at_least(1), help="control steps of an episode (default: the suite's)")
     parser.add_argument("--image-size", type=at_least(1), default=256, help="pixels; demonstrations have 256")
     parser.add_argument("--seed", type=at_least(0), default=7, help="of the simulator; the trial's number is added")
     flags = parser.parse_args(arguments)
@@ -259,10 +260,11 @@ def evaluate_task(
         raise Problem(f"--trials {flags.trials}: LIBERO publishes {len(starts)} initial states of {task.name}")
     size, file = flags.image_size, libero_file("bddl_files", task, task.bddl_file)
     simulator = OffScreenRenderEnv(bddl_file_name=file, camera_heights=size, camera_widths=size)
+    instruction, limit = str(task.language), flags.max_steps or SUITES[name]
     try:
         for trial in trials:
             simulator.seed(flags.seed + trial)
-            success, steps = episode(simulator, starts[trial], str(task.language), policy, SUITES[name], flags.execute)
+            success, steps = episode(simulator, starts[trial], instruction, policy, limit, flags.execute)
             episodes.append({"task": task.name, "trial": trial, "success": success, "steps": steps})
             written()
             print(f"{name}, {task.language}, trial {trial}: {'success' if success else 'failure'}", flush=True)
@@ -312,7 +314,7 @@ def libero_file(what: str, task: Any, name: str) -> str:
 
 def opened_results(flags: argparse.Namespace) -> dict[str, Any]:
     """The results so far. Raises Problem for a file that is there without --resume, or of other settings."""
-    names = ("trials", "tasks", "execute", "image_size", "seed")
+    names = ("trials", "tasks", "execute", "max_steps", "image_size", "seed")
     settings = {name: getattr(flags, name) for name in names}
     if not flags.out.exists():
         if not flags.out.absolute().parent.is_dir():

@@ -114,6 +114,11 @@ def test_a_suite_is_evaluated_from_the_published_states(client, envs, capsys):
     assert "      3/6  50.0%" in capsys.readouterr().out
 
 
+def test_an_episode_may_have_another_limit(client):
+    _, results = client(Drawers(), "--trials", "1", "--max-steps", "3")
+    assert [(one["success"], one["steps"]) for one in results["suites"]["libero_goal"]["episodes"]] == [(False, 3)] * 2
+
+
 def test_it_sends_what_our_environment_observes(client, envs, monkeypatch):
     policy = Drawers()
     client(policy, "--trials", "1", "--tasks", "1")
