@@ -62,12 +62,14 @@ class GymSource:
     def require(self) -> None:
         """Raise UsageError for a file, package or id that is not there."""
         file = self.name.rpartition(":")[0]
-        if self.name.startswith(MANISKILL):
-            maniskill.require(self.name.removeprefix(MANISKILL))
-        elif not file.endswith(".py"):
-            self.spec()
-        elif not Path(file).is_file():
-            raise UsageError(f"gym:{self.name}: there is no file {file} (looked in {Path.cwd()})")
+        if file.endswith(".py"):
+            if not Path(file).is_file():
+                raise UsageError(f"gym:{self.name}: there is no file {file} (looked in {Path.cwd()})")
+            return
+        package = "mani_skill" if self.name.startswith(MANISKILL) else "gymnasium"
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"gym:{self.name}: the run acts in it, and it is missing: pip install {package}")
+        self.spec()
 
     def spec(self) -> Any:
         """What Gymnasium knows of it; None for a function of a file. Raises UsageError if it knows none."""

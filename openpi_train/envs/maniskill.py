@@ -62,7 +62,7 @@ def simulator(task: str, **given: object) -> Any:
     """A new simulator of this task, whose observations are vectors and pictures by name, with these arguments of its
     own. Raises UsageError if it lacks what it needs: files, or Vulkan.
     """
-    require(task)
+    spec(task)
     made = importlib.import_module("gymnasium").make
     try:
         # Time is counted by whoever acts.
@@ -91,11 +91,6 @@ def flat(seen: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
     rest = {name: one for name, one in seen.items() if name not in ("sensor_data", "sensor_param")}
     return {**entries(rest), **pictures}
-
-
-def require(task: str) -> None:
-    """Raise UsageError if ManiSkill or the task is missing."""
-    spec(task)
 
 
 class _Flat:

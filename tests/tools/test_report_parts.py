@@ -16,7 +16,7 @@ def test_a_completion_with_a_line_separator_in_it_is_shown_whole(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
     shown = report_parts._samples(path)
-    assert [block.text for block in shown if block.kind == "preformatted"] == ["say it", "", text]
+    assert [block.text for block in shown if block.kind == "preformatted"] == ["say it", text]
     assert text in page("x", {"Samples": shown}, "")
 
 
