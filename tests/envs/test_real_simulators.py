@@ -3,6 +3,7 @@
 Figures are those of the packages' own specifications and of LeRobot's datasets on the hub, as their cards say.
 """
 
+import ctypes.util
 import importlib.util
 import sys
 
@@ -19,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 KEYS, TASKS = jax.random.split(jax.random.key(0), 2), np.zeros(2, int)
 
 
-def needs(*packages):
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+def needs(package):
+    missing = [] if importlib.util.find_spec(package) else [package]
+    missing += [] if ctypes.util.find_library("GL") else ["libGL.so.1, which they draw with (Debian: libgl1, libegl1)"]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
