@@ -125,6 +125,6 @@ def test_the_accuracy_of_a_reward_model_is_the_share_of_held_out_pairs_that_it_r
         chosen, rejected = np.asarray(model.rewards(pairs.texts.tokens, pairs.texts.positions, pairs.segments))[:REAL].T
         assert values[f"val/pair_accuracy{suffix}"] == pytest.approx(np.mean(chosen > rejected), abs=1e-6)
         # The difference of two rounded numbers is as exact as they are.
-        rounding = 1e-5 * np.abs([chosen, rejected]).max()
+        rounding = 1e-5 * float(np.abs([chosen, rejected]).max())
         assert values[f"val/reward_margin{suffix}"] == pytest.approx(np.mean(chosen - rejected), abs=rounding)
     assert 0 < values["val/pair_accuracy"] < 1
