@@ -20,9 +20,8 @@ class RobotRows:
     Attributes: `robot`; `cameras`, the environment's camera of each image feature that the robot reads.
     """
 
-    def __init__(self, translation: Translation, env: Env, prompt: str = ""):
-        """`prompt` is for tasks without an instruction."""
-        self._translation, self._env, self.robot, self._prompt = translation, env, translation.robot, prompt
+    def __init__(self, translation: Translation, env: Env):
+        self._translation, self._env, self.robot = translation, env, translation.robot
         self.cameras = {feature: env.camera_of(feature) for feature in translation.robot.cameras.values()}
 
     def columns(self, observation: EnvObservation) -> dict[str, np.ndarray]:
@@ -33,7 +32,7 @@ class RobotRows:
             self._translation.row(
                 {name: image[index] for name, image in images.items()},
                 states[index],
-                self._env.instruction(int(task)) or self._prompt,
+                self._env.instruction(int(task)) or self._translation.prompt,
             )
             for index, task in enumerate(tasks)
         ]
@@ -77,4 +76,5 @@ def translation_of(data: OpenedData, env: Env, dataset: int, *, flag: str) -> Tr
         transforms=tuple(transforms),
         spec=data.train.spec,
         window=windows[dataset].shape,
+        prompt=windows[dataset].prompt or "",
     )

@@ -10,7 +10,7 @@ import pytest
 from test_rollout import Counter
 
 from openpi_train.envs import video
-from openpi_train.envs.closed_loop import ClosedLoop, episode_keys, evaluate
+from openpi_train.envs.closed_loop import ClosedLoop, episode_keys, evaluate, protocol
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,13 @@ class Climbing:
         self.asked += 1
         chunk = 10.0 * self.asked + np.arange(3.0)
         return np.broadcast_to(chunk[:, None], (len(keys), 3, 2))
+
+
+def test_a_table_says_how_its_episodes_were_run():
+    config = ClosedLoop(env=following.Follow(), episodes_per_task=5, seed=3, max_steps=6)
+    told = protocol(config, execute=2)
+    rate = following.Follow.control_hz
+    assert told == f"5 episodes per task from seed 3; at most 6 control steps at {rate:g} Hz; a new chunk after 2"
 
 
 @pytest.mark.parametrize("batch_size", [None, 1, 4])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from openpi_train.envs import env_pool
+from openpi_train.envs.closed_loop import ClosedLoop, evaluate
 from openpi_train.envs.gym_env import GymEnv
 from openpi_train.envs.gym_source import keywords
 from openpi_train.envs.in_processes import ProcessEnv
@@ -98,6 +99,26 @@ def test_success_may_count_at_the_last_step_only():
     assert not rollout(lambda *_: np.full((3, 1, 1), next(steps)), env, KEYS, TASKS, execute=1).success.any()
     found = rollout(lambda *_: np.full((3, 1, 1), 1.0), env, KEYS, TASKS, execute=1, max_steps=4)
     assert found.success.all() and found.steps.tolist() == [4] * 3
+
+
+def test_the_simulator_that_was_idle_longest_is_closed_first():
+    env_pool.close_idle()
+    other, third = GymEnv(source=f"{FILE}:arms"), GymEnv(source=f"{FILE}:stays")
+    _ = LINE.cameras, other.cameras, third.cameras
+    closed = sys.modules["walking_gym"].CLOSED
+    running = [LINE.reset(KEYS[:1], TASKS[:1]), other.reset(KEYS[:1], TASKS[:1])]
+    running.pop(0)  # of LINE, idle from now on
+    running.pop(0)
+    closed.clear()
+    _ = third.reset(KEYS[:1], TASKS[:1])
+    assert [type(one).__name__ for one in closed] == ["Line"]
+
+
+def test_the_share_of_actions_beyond_the_bounds_is_told_once(caplog):
+    config = ClosedLoop(env=LINE, episodes_per_task=3)
+    _ = evaluate(lambda: lambda seen, keys: np.full((len(keys), 1, 1), 2.0), config, execute=1, batch_size=1)
+    (told,) = [record.message for record in caplog.records if "beyond the bounds" in record.message]
+    assert "(dim 0: 100%)" in told and "--env.clip clips them" in told
 
 
 def test_idle_simulators_are_closed_where_others_are_needed():

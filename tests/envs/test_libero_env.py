@@ -1,6 +1,8 @@
 """LIBERO's tasks, with a stand-in that has its interface: initial states, what is observed, and how an episode ends."""
 
 import dataclasses
+import importlib
+import io
 import sys
 from pathlib import Path
 
@@ -50,6 +52,22 @@ def test_its_tasks_and_sizes_are_those_of_the_robot_and_the_suite(installed):
         len(Libero().state_names),
     )
     assert set(Libero().cameras.values()) == set(env.cameras)
+
+
+def test_its_cameras_have_the_names_of_both_datasets():
+    names = ("observation/wrist_image", "observation.images.image2", "observation.images.image", "image")
+    assert [small().camera_of(name) for name in names] == ["wrist_image", "wrist_image", "image", "image"]
+
+
+def test_what_libero_asks_at_its_first_import_is_answered(installed, tmp_path, monkeypatch):
+    """It asks whether to keep its files elsewhere, and has no answer where nobody sits."""
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    libero_stand_in.forget()
+    with pytest.raises(EOFError):
+        importlib.import_module("libero.libero")
+    libero_stand_in.forget()
+    assert environment("libero:libero_goal").tasks == small().tasks
 
 
 def test_evaluations_begin_in_published_states_and_rl_in_new_ones(installed):

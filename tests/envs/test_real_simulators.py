@@ -49,6 +49,15 @@ def test_pusht_is_lerobots_dataset():
 
 
 @needs("gym_pusht")
+def test_an_episode_may_be_longer_than_the_environments_own_limit():
+    env = alone("pusht:keypoints").limited_to(310)
+    states = env.reset(KEYS[:1], TASKS[:1])
+    for _ in range(302):
+        states = env.step(states, np.zeros((1, 2)))
+    assert env.max_steps == 310 and not states.over.any()
+
+
+@needs("gym_pusht")
 def test_pusht_succeeds_where_the_block_covers_its_goal():
     """The block is put onto the goal, by the simulator's own methods."""
     env = alone("pusht")

@@ -5,6 +5,7 @@ At its n-th question, counted from 0, the policy says 100 n + k for the k-th con
 """
 
 import dataclasses
+import types
 import zlib
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ import toy
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
+from openpi_train.envs.env import EnvObservation
 from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.objectives.insulated_flow import InsulatedFlow
 from openpi_train.parallel.mesh import make_mesh
@@ -243,3 +245,34 @@ def test_each_rows_chunk_is_guided_by_its_own_target_whatever_the_batch(objectiv
         )
         np.testing.assert_allclose(free[row], guided(noise, mean, 0, 0, STEPS_OF_FLOW), atol=1e-5)
     assert np.abs(found[0] - free[0]).max() > 0.1
+
+
+def test_a_policy_sees_cameras_by_its_features_and_has_its_own_prompt_where_the_environment_has_none():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Seen(following.Follow):
+        cameras = ("top", "side")
+
+        def instruction(self, task):
+            return "" if task == 0 else "follow"
+
+    asked = []
+
+    class Asked(Policy):
+        form = types.SimpleNamespace(robot=types.SimpleNamespace(cameras={"base_0_rgb": "observation.images.top"}))
+
+        def prepare(self, observation):
+            asked.append(observation)
+            return observation, np.zeros(2)
+
+        def answer(self, prepared, draws):
+            return [{"actions": np.zeros((1, 2))}] * len(prepared)
+
+    policy = object.__new__(Asked)
+    images = {name: np.full((2, 2, 2, 3), n, np.uint8) for n, name in enumerate(("top", "side"))}
+    seen = EnvObservation(images=images, state=np.zeros((2, 2)), task=np.array([0, 1]))
+    Acting(policy, Seen())(seen, jax.random.split(jax.random.key(0), 2))
+    assert [set(one) for one in asked] == [
+        {"observation.images.top", "side", "state"},
+        {"observation.images.top", "side", "state", "prompt"},
+    ]
+    assert (asked[0]["observation.images.top"] == 0).all() and asked[1]["prompt"] == "follow"

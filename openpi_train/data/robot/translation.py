@@ -22,7 +22,7 @@ class Translation:
     """Translation between one robot and a model.
 
     `transforms` are the model config's, applied after `normalize`; `spec` is that of the model's finished rows,
-    `window` what it sees and predicts.
+    `window` what it sees and predicts; `prompt` is for tasks without an instruction, the dataset's own if it has one.
     """
 
     robot: Robot
@@ -30,6 +30,7 @@ class Translation:
     transforms: tuple[RowTransform, ...]
     spec: RowSpec
     window: WindowShape
+    prompt: str = ""
 
     def row(self, images: Mapping[str, np.ndarray], state: np.ndarray, prompt: str) -> dict[str, np.ndarray]:
         """A model's row without actions, as a dict of entries.
