@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # A worker is replaced so often for one request.
 _RESTARTS = 3
-# The first answer of a worker may take so much longer: it imports libraries and makes simulators.
+# A worker's first answer to each kind of request may take so much longer: it imports, makes simulators, compiles.
 _START_S = 120.0
 
 
@@ -331,10 +331,12 @@ class _Process:
         self._process = context.Process(target=serve, args=(other, pickled_env), daemon=True)
         self._process.start()
         other.close()
-        self._is_new = True
+        self._asked: object = None
+        self._answered: set[object] = set()
 
     def send(self, request: tuple[object, ...]) -> bool:
         """Whether the request could be sent."""
+        self._asked = request[0]
         try:
             self._connection.send(request)
         except OSError:
@@ -343,14 +345,14 @@ class _Process:
 
     def answer(self, timeout_s: float) -> tuple[bool, Any, str]:
         """Whether there is an answer, the answer, and what is wrong. Raises DataError if the environment raises."""
-        limit = timeout_s + (_START_S if self._is_new else 0.0)
+        limit = timeout_s + (0.0 if self._asked in self._answered else _START_S)
         try:
             if not self._connection.poll(limit):
                 return False, None, f"no answer in {limit:g} s"
             value, problem = self._connection.recv()
         except (EOFError, OSError):
             return False, None, f"its process has ended (exit code {self._exit_code()})"
-        self._is_new = False
+        self._answered.add(self._asked)
         if problem is not None:
             raise DataError(f"the environment has failed:\n{problem}")
         return True, value, ""

@@ -57,7 +57,8 @@ class Update:
         inputs = fields, grads, finite, step
         on_devices = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
         values = jax.tree.leaves(inputs)
-        program = _OnDemand(jax.make_jaxpr(self._at_once)(*on_devices), values.__getitem__)
+        traced = jax.make_jaxpr(self._at_once)(*on_devices)
+        program = _OnDemand(traced.jaxpr, traced.consts, values.__getitem__)
         homes = jax.tree.leaves({name: self.plan.between_steps(name, tree) for name, tree in fields.items()})
         working = jax.tree.leaves(self.plan.tree("state", fields))
 
@@ -88,12 +89,12 @@ def _groups(fields: dict[str, Tree], homes: Sequence[jax.sharding.Sharding]) -> 
 class _OnDemand:
     """A traced function whose outputs are computed lazily, and nothing twice."""
 
-    def __init__(self, traced: Jaxpr, value_of_input: Callable[[int], Array]):
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], value_of_input: Callable[[int], Array]):
         """`value_of_input` returns an argument's leaf by number; it is called when the leaf is first used."""
-        self._jaxpr = traced.jaxpr
+        self._jaxpr = jaxpr
         self._input = value_of_input
         self._numbers = {var: number for number, var in enumerate(self._jaxpr.invars)}
-        self._known: dict[Any, Any] = dict(zip(self._jaxpr.constvars, traced.consts, strict=True))
+        self._known: dict[Any, Any] = dict(zip(self._jaxpr.constvars, consts, strict=True))
         self._equations = {var: equation for equation in self._jaxpr.eqns for var in equation.outvars}
         self._called: dict[int, _OnDemand] = {}
 
@@ -112,9 +113,9 @@ class _OnDemand:
 
     def _compute(self, atom: Var, equation: JaxprEqn) -> None:
         if equation.primitive.name == "jit":  # optax has some over all parameters: only what is asked for of these, too
-            outer = equation.invars
+            outer, inner = equation.invars, equation.params["jaxpr"]
             called = self._called.setdefault(
-                id(equation), _OnDemand(equation.params["jaxpr"], lambda number: self._value(outer[number]))
+                id(equation), _OnDemand(inner.jaxpr, inner.consts, lambda number: self._value(outer[number]))
             )
             self._known[atom] = called.output(equation.outvars.index(atom))
             return
