@@ -119,7 +119,8 @@ def open_run(
     """Create or find the run's directory. Every process must call it; process 0 acts.
 
     With `resume` the run is continued if no field that it depends on has changed (`fields.py: OnResume`), and its
-    record is unchanged until `record_start`. `overwrite` moves it to `<exp_name>.replaced-<time>`: none is deleted.
+    record is unchanged until `record_start`. Else it is moved to `<exp_name>.replaced-<time>`, where that is asked for
+    by `overwrite` or no step of it is recorded or saved. None is deleted.
 
     Args:
         given: the experiment as given, before it is fitted to devices and data.
@@ -293,11 +294,12 @@ def _open(given: Experiment) -> RunDir:
     run_lock.hold(path)
     is_run, _ = _inspect(given)  # again: another start may have had it until now
     replaced = None
-    if is_run and given.overwrite:
+    if is_run and not given.resume:
+        why = "--overwrite" if given.overwrite else "the start before this one has trained nothing"
         replaced = set_aside(path, "replaced")
         run_lock.hold(path)
         _inspect(dataclasses.replace(given, overwrite=False))  # another start may have been faster here, too
-        logger.info("--overwrite: the run that was in %s now lies in %s", path, replaced)
+        logger.info("%s: the run that was in %s now lies in %s", why, path, replaced)
     resumed = is_run and given.resume
     if not resumed:
         write_json(path / "experiment.json", as_json(given))
@@ -385,13 +387,19 @@ def _inspect(given: Experiment) -> tuple[bool, dict]:
     if path.exists() and not is_run and (not path.is_dir() or {child.name for child in path.iterdir()} - empty):
         what = f". {found}" if (found := foreign(path)) else ""
         raise UsageError(f"{path} exists and is not a run (no experiment.json in it): choose another --exp-name{what}")
-    if is_run and not given.resume and not given.overwrite:
+    if is_run and not given.resume and not given.overwrite and _has_trained(path):
         raise UsageError(
             f"{path} holds a run already: --resume continues it, --overwrite moves it aside, "
             "another --exp-name leaves it alone"
         )
     resume_point(given)
     return is_run, _check_same_run(given) if is_run and given.resume else {}
+
+
+def _has_trained(run: pathlib.Path) -> bool:
+    """Whether a step of the run is recorded or saved, also one that is damaged or was replaced."""
+    metrics = run / "metrics.jsonl"
+    return any(one.name[0].isdecimal() for one in run.iterdir()) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _check_flags(given: Experiment) -> None:
@@ -412,7 +420,7 @@ def _check_same_run(given: Experiment) -> dict[str, tuple[Any, Any]]:
     path = given.run_dir
     changes = _changes(given)
     refused = [name for name, values in changes.items() if resume_verdict(given, name, *values) == "refuse"]
-    if refused:
+    if refused and _has_trained(path):
         listing = "\n".join(
             f"  {name}: the run has {changes[name][0]!r}, given {changes[name][1]!r}" for name in refused
         )

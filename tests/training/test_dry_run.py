@@ -161,6 +161,7 @@ def test_a_run_that_is_there_start_weights_that_are_not_and_damaged_data_are_ref
         rehearse(dataclasses.replace(given, resume_from="latest"))
     (tmp_path / "small" / "x").mkdir(parents=True)
     (tmp_path / "small" / "x" / "experiment.json").write_text("{}")
+    (tmp_path / "small" / "x" / "1").mkdir()
     with pytest.raises(UsageError, match="--resume continues it, --overwrite moves it aside"):
         rehearse(given)
 

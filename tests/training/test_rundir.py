@@ -36,10 +36,11 @@ def given(base, name="first", **fields):
 
 
 def start(base, name="first", **fields):
-    """A start that gets as far as training."""
+    """A start that trains a step."""
     asked = given(base, name, **fields)
     run = open_run(asked)
     record_start(asked, {})
+    (run.path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     return run
 
 
@@ -76,6 +77,27 @@ def test_existing_run_without_a_flag_is_an_error_that_names_both(tmp_path):
     with pytest.raises(UsageError, match=r"holds a run already: --resume .* --overwrite") as raised:
         start(tmp_path)
     assert raised.value.exit_code == USAGE
+
+
+def test_a_start_that_has_trained_nothing_is_moved_aside_and_may_be_another_model(tmp_path, caplog):
+    longer = dataclasses.replace(debug.model, action_horizon=debug.model.action_horizon + 1)
+    first = start(tmp_path)
+    with pytest.raises(UsageError, match=r"model\.action_horizon: the run has"):
+        start(tmp_path, resume=True, model=longer)
+    (first.path / "metrics.jsonl").write_bytes(b"")
+    assert start(tmp_path, resume=True, model=longer).resumed
+    (first.path / "metrics.jsonl").unlink()
+    check_run(given(tmp_path))
+    with caplog.at_level(logging.INFO):
+        again = start(tmp_path)
+    assert again.replaced is not None and (again.replaced / "experiment.json").is_file()
+    assert f"trained nothing: the run that was in {again.path} now lies in {again.replaced}" in caplog.text
+    for left in ("100", "100.damaged-1", "100.replaced-2"):
+        (again.path / "metrics.jsonl").unlink(missing_ok=True)
+        (again.path / left).mkdir()
+        with pytest.raises(UsageError, match="holds a run already"):
+            check_run(given(tmp_path))
+        (again.path / left).rmdir()
 
 
 def test_overwrite_moves_the_old_run_aside_with_all_its_files(tmp_path):
@@ -328,6 +350,7 @@ def two_processes(base, **flags):
 def test_every_process_gets_the_directory_or_the_error_of_process_0(tmp_path):
     first, second = two_processes(tmp_path)
     assert dataclasses.asdict(first) == dataclasses.asdict(second)
+    (first.path / "1").mkdir()
     first, second = two_processes(tmp_path)
     assert first == second
     assert "--resume" in first
