@@ -116,6 +116,40 @@ class EnvFlags(Request):
         return {name.removeprefix("env_"): value for name, value in given.items() if value is not None}
 
 
+# Flags of LeRobot, TRL and openpi, and what they are here.
+OF_OTHERS = {
+    other: flag
+    for flag, others in {
+        "--batch-size": "--train-batch-size --dataloader.batch-size",
+        "--checkpoint-base-dir": "--output-dir --save-dir --log-dir",
+        "--data.max-length": "--max-length --max-seq-length --max-seq-len",
+        "--dataset": "--dataset.repo-id --dataset.root --dataset-name --dataset-path --data-path --train-file",
+        "--env": "--env.type --env.task",
+        "--eval.interval": "--eval-freq --eval-steps --eval-interval",
+        "--exp-name": "--job-name --run-name --experiment-name",
+        "--grad-accum": "--gradient-accumulation-steps",
+        "--log-interval": "--log-freq --logging-steps --log-steps",
+        "--lr-schedule.peak-lr": "--lr --learning-rate --optimizer.lr --policy.optimizer-lr",
+        "--lr-schedule.warmup-steps": "--warmup-steps --num-warmup-steps --scheduler.num-warmup-steps",
+        "--micro-batch-size": "--per-device-train-batch-size",
+        "--model.action-horizon": "--policy.chunk-size --policy.horizon --chunk-size --action-horizon",
+        "--model.dtype": "--bf16 --fp16 --dtype --policy.dtype --policy.use-amp",
+        "--model.path": "--model-name-or-path --model --base-model",
+        "--model.remat": "--gradient-checkpointing --policy.gradient-checkpointing",
+        "--num-epochs": "--epochs --num-train-epochs",
+        "--num-train-steps": "--steps --num-steps --max-steps --train-steps --total-steps",
+        "--optimizer.weight-decay": "--weight-decay",
+        "--project-name": "--wandb.project --wandb-project",
+        "--reward": "--reward-funcs --reward-functions --reward-function",
+        "--rl.group-size": "--num-generations --group-size",
+        "--rl.max-new-tokens": "--max-completion-length --max-new-tokens",
+        "--save-interval": "--save-freq --save-steps",
+        "--wandb-enabled": "--wandb.enable --wandb",
+    }.items()
+    for other in others.split()
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverrideFlags(EnvFlags):
     """Flags that set many fields of an experiment at once; fields that are given explicitly take precedence."""
@@ -191,7 +225,7 @@ def parse_fields(kind: Any, default: Any, argv: Sequence[str], command: str, abo
 
 
 def misspelt(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """The words that are nearly a flag of `TrainFlags` or `OverrideFlags`, and that flag."""
+    """The words that are flags of other trainers, or nearly one of these, each with the flag here."""
     flags = []
     for kind in (TrainFlags, OverrideFlags):
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
@@ -199,6 +233,9 @@ def misspelt(argv: Sequence[str]) -> list[tuple[str, str]]:
             flags.append("--" + (next(filter(None, given), None) or name.replace("_", "-")))
     found = []
     for word in (word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")):
+        if word in OF_OTHERS:
+            found.append((word, OF_OTHERS[word]))
+            continue
         alike = [flag for flag in flags if flag.count(".") == word.count(".")]
         found += [(word, flag) for flag in difflib.get_close_matches(word, alike, n=1, cutoff=0.85)]
     return found

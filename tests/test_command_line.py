@@ -90,11 +90,12 @@ def test_an_unknown_flag_gets_the_closest_one(capsys):
 
 
 def test_a_misspelt_flag_that_is_no_field_gets_the_closest_one(capsys):
-    words = ["--data.robots", "recorded", "--dry_rn", "--optimizer.b3=1", "--modl.path", "x", "y"]
+    words = ["--data.robots", "recorded", "--dry_rn", "--optimizer.b3=1", "--modl.path", "x", "--learning_rate=1", "y"]
     assert misspelt(words) == [
         ("--data.robots", "--data.robot"),
         ("--dry-rn", "--dry-run"),
         ("--modl.path", "--model.path"),
+        ("--learning-rate", "--lr-schedule.peak-lr"),
     ]
     with pytest.raises(SystemExit):
         parse_fields(Count, Count(place="here"), ["--datast", "x"], "count", "Count.")

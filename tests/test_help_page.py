@@ -1,8 +1,11 @@
 """The help of an experiment: short enough to be read, and everything behind it."""
 
+import re
+
 import pytest
 
 from openpi_train import cli
+from openpi_train.command_line import OF_OTHERS
 
 
 def shown(capsys, *words: str) -> tuple[int, str]:
@@ -41,6 +44,15 @@ def test_an_unknown_part_is_refused_with_those_there_are(capsys):
 def test_all_is_still_to_be_had(capsys):
     code, page = shown(capsys, "--help-all")
     assert code == 0 and all(flag in page for flag in ("--model.siglip.width", "--timeouts.stuck-s", "--batch-size"))
+
+
+def test_flags_of_other_trainers_are_named_by_flags_that_are_there(capsys):
+    there = set()
+    for name in ("act", "lm_grpo"):
+        with pytest.raises(SystemExit):
+            cli.run([name, "--help-all"])
+        there |= set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
+    assert set(OF_OTHERS.values()) <= there and not OF_OTHERS.keys() & there
 
 
 def test_a_tyro_without_its_list_of_flags_shows_all_of_them(capsys, monkeypatch):
