@@ -80,6 +80,7 @@ class TextActor(Actor):
         )
         if self._judge.reads_records:
             self._judge.check_columns(prompts.read_records(data))
+        self._judge.try_functions(self._trial())
         self._texts: TextGenerator | None = None
         self.identity: Mapping[str, Any] = prompts.identity
 
@@ -153,6 +154,20 @@ class TextActor(Actor):
 
     def close(self) -> None:
         self._judge.close()
+
+    def _trial(self) -> list[Completed]:
+        """Two completions of the first prompt: its reference, or where there is none the prompt again."""
+        prompt, record = self._prompts.prompt(0), self._prompts.record(0)
+        one = Completed(
+            prompt=prompt.text,
+            text=prompt.reference or prompt.text,
+            reference=prompt.reference,
+            tokens=prompt.tokens * 2,
+            num_new_tokens=len(prompt.tokens),
+            most_new_tokens=self._rl.max_new_tokens,
+            record=record,
+        )
+        return [one, one]
 
     def _look(self) -> None:
         """Raise StoppedError if all processes stop here."""

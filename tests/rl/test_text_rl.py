@@ -295,6 +295,22 @@ def test_a_line_of_rollouts_says_what_the_rewards_were_given_and_each_of_them(ma
     made.feed.close()
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1 / 0 for _ in completions]", r"division by zero"),
+        ("return [1.0]", r"it returned 1 rewards, and there are 2 completions"),
+        ("return [float('nan')] * len(completions)", r"is nan; needed is a finite number"),
+        ("return 1 / min(map(len, completion_ids))", r"it returned 0\.\d+; needed is a list"),
+    ],
+)
+def test_a_function_with_a_fault_is_told_before_training(make, tmp_path, body, message):
+    (tmp_path / "faulty.py").write_text(f"def reward(completions, completion_ids, **columns):\n    {body}\n")
+    faulty = dataclasses.replace(PRACTICE, rewards=(TextReward(name=f"{tmp_path}/faulty.py:reward"),))
+    with pytest.raises(DataError, match=rf"(?s)before training, a trial of the reward: .*{message}"):
+        make(rl=faulty)
+
+
 @pytest.mark.parametrize("completion", ["8", None])
 def test_a_line_of_rollouts_has_the_reference_if_there_is_one(make, tmp_path, completion):
     records = [{"prompt": problem, **({"completion": completion} if completion else {})} for problem in PROBLEMS]

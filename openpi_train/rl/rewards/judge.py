@@ -73,28 +73,13 @@ class RewardComputer:
         Raises DataError on all processes if a reward fails, or is no finite number, on one; StoppedError if the run is
         asked to stop meanwhile.
         """
-        index, count = jax.process_index(), jax.process_count()
-        mine: dict[int, list[float | None]] = {}
-        values, problem, stopping = np.full((len(self._terms), len(completed)), np.nan), None, False
-        try:
-            for number, term in enumerate(self._terms):
-                if not term.together:
-                    share = _share(term, completed, index, count)
-                    mine[number] = self._checked(number, [completed[place] for place in share])
-        except InterruptedReward:
-            stopping = True
-        except Exception as error:
-            problem = f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-        told = {"values": list(mine.values()), "problem": problem, "stopping": stopping}
-        parts = agree.gather("rewards of completions", told)
-        if problems := [f"process {n}: {part['problem']}" for n, part in enumerate(parts) if part["problem"]]:
-            raise DataError(problems[0])
-        if any(part["stopping"] for part in parts):
-            raise StoppedError
-        for process, part in enumerate(parts):
-            for number, found in zip(mine, part["values"], strict=True):
+        count = jax.process_count()
+        alone = [number for number, term in enumerate(self._terms) if not term.together]
+        values = np.full((len(self._terms), len(completed)), np.nan)
+        for process, found in enumerate(self._shares(alone, completed)):
+            for number, part in zip(alone, found, strict=True):
                 share = _share(self._terms[number], completed, process, count)
-                values[number, share] = np.array(found, np.float64)  # None becomes NaN
+                values[number, share] = np.array(part, np.float64)  # None becomes NaN
         for number, term in enumerate(self._terms):
             if term.together:
                 values[number] = np.array(self._checked(number, completed), np.float64)
@@ -108,10 +93,45 @@ class RewardComputer:
             parts={f"reward/{number}_{label_of(reward.name)}": one for number, (reward, one) in enumerate(named)},
         )
 
+    def try_functions(self, completed: Sequence[Completed]) -> None:
+        """Have functions of users reward these completions, so that a fault in one ends a run before it trains.
+
+        Every process must call it with the same completions. Raises as `__call__`, and then all processes of functions
+        have ended.
+        """
+        try:
+            self._shares([n for n, term in enumerate(self._terms) if isinstance(term, FunctionTerm)], completed)
+        except StoppedError:
+            self.close()
+            raise
+        except DataError as error:
+            self.close()
+            raise DataError(f"before training, a trial of the reward: {error}") from error
+
     def close(self) -> None:
         """End processes of reward functions."""
         for term in self._terms:
             term.close()
+
+    def _shares(self, numbers: Sequence[int], completed: Sequence[Completed]) -> list[list[list[float | None]]]:
+        """What every process computes of the terms of these numbers: its share of the completions."""
+        index, count = jax.process_index(), jax.process_count()
+        mine: list[list[float | None]] = []
+        problem, stopping = None, False
+        try:
+            for number in numbers:
+                share = _share(self._terms[number], completed, index, count)
+                mine.append(self._checked(number, [completed[place] for place in share]))
+        except InterruptedReward:
+            stopping = True
+        except Exception as error:
+            problem = f"{error}" if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        parts = agree.gather("rewards of completions", {"values": mine, "problem": problem, "stopping": stopping})
+        if problems := [f"process {n}: {part['problem']}" for n, part in enumerate(parts) if part["problem"]]:
+            raise DataError(problems[0])
+        if any(part["stopping"] for part in parts):
+            raise StoppedError
+        return [part["values"] for part in parts]
 
     def _checked(self, number: int, completed: Sequence[Completed]) -> list[float | None]:
         values = self._terms[number](completed)
