@@ -297,12 +297,19 @@ def _open_loop(folder: RunFiles) -> list[Block]:
 
 
 def command(run: RunFiles) -> list[Block]:
-    """The command to repeat the run, and what it was run on."""
-    starts = run.json("environment.json")["starts"]
-    git = starts[-1].get("git") or {}
-    words = shlex.join(["python", "-m", "openpi_train", *starts[0]["argv"][1:]])
-    place = f"cd {shlex.quote(starts[0]['directory'])}" + (f"  # commit {git['commit']}" if git else "")
-    return [Preformatted(f"{place}\n{words}")]
+    """The commands of the run's starts, where each was typed and on what commit; none twice in a row."""
+    lines: list[str] = []
+    here = ""
+    for start in run.json("environment.json")["starts"]:
+        git = start.get("git") or {}
+        place = f"cd {shlex.quote(start['directory'])}" + (f"  # commit {git['commit']}" if git else "")
+        words = shlex.join(["python", "-m", "openpi_train", *start["argv"][1:]])
+        if place != here:
+            lines.append(place)
+            here = place
+        if words != lines[-1]:
+            lines.append(words)
+    return [Preformatted("\n".join(lines))]
 
 
 def environment(run: RunFiles) -> list[Block]:

@@ -364,8 +364,8 @@ def report(run: Run) -> None:
         for line in run.evaluator.changes(run.history[0], run.history[-1]):
             logger.info("%s", line)
     found = _verdict(run.directory) if jax.process_index() == 0 else LearningVerdict(has_learned=None)
-    if found.has_learned is not None:
-        logger.log(logging.INFO if found.has_learned else logging.WARNING, "%s", found.words)
+    if found.reasons:
+        logger.log(logging.WARNING if found.has_learned is False else logging.INFO, "%s", found.words)
     for line in _next_commands(run, found):
         logger.info("next: python -m openpi_train %s", line)
 

@@ -25,6 +25,25 @@ def test_a_loss_that_fell_is_learning_and_one_that_did_not_is_not():
     assert learning_verdict(training(3.0, 1.0, 9.0, 9.0, 0.0, 0.0, 1.0, 2.5)).has_learned
 
 
+def test_a_change_of_two_percent_says_nothing_alone():
+    found = learning_verdict(evaluations(7.06, 7.027))
+    assert found.has_learned is None and found.reasons == ("the held-out loss hardly changed, from 7.06 to 7.027",)
+    assert found.words.startswith("it cannot be said yet whether this run has learned: the held-out loss hardly")
+    reward = [{"step": step, "rl/reward": value} for step, value in ((1, -0.0997), (2, -0.0981))]
+    assert "the mean reward hardly changed" in learning_verdict(reward).words
+    assert learning_verdict([*evaluations(7.06, 7.027), *training(4.0, 2.0)]).has_learned
+    assert learning_verdict([*evaluations(7.06, 7.027), *training(2.0, 4.0)]).has_learned is False
+    for losses, has_learned in (
+        ((1.0, 0.981), None),
+        ((1.0, 0.979), True),
+        ((1.196, 1.209), None),
+        ((1.0, 1.021), False),
+        ((-1.0, -1.021), True),
+        ((0.0, -1e-9), True),
+    ):
+        assert learning_verdict(training(*losses)).has_learned is has_learned, losses
+
+
 def test_a_number_that_is_not_finite_may_be_a_word():
     assert learning_verdict(training(2.0, "NaN")).has_learned is False
 

@@ -4,7 +4,7 @@ import json
 import re
 
 from openpi_train.tools import report_parts
-from openpi_train.tools.page import page
+from openpi_train.tools.page import Preformatted, page
 from openpi_train.tools.run_files import RunFiles
 from openpi_train.training.goodput import PARTS
 
@@ -32,3 +32,23 @@ def test_where_the_wall_time_of_all_starts_went_is_in_the_report(tmp_path):
     assert "goodput 75.0%" in shown() and "2h00m" in shown()
     (lost,) = re.findall(r"trained, and lost by a fault</td>.*?</tr>", shown(), re.DOTALL)
     assert "30m00s" in lost and "width: 25.0%" in lost
+
+
+def test_the_commands_of_all_starts_are_shown_with_where_each_was_typed(tmp_path):
+    def start(folder, *words):
+        return {"directory": folder, "git": {"commit": "abc"}, "argv": ["/x/__main__.py", *words]}
+
+    def shown(*starts):
+        (tmp_path / "environment.json").write_text(json.dumps({"starts": starts}))
+        (block,) = report_parts.command(RunFiles(tmp_path))
+        assert isinstance(block, Preformatted)
+        return block.text.splitlines()
+
+    first, again = start("/a b", "debug", "--exp-name", "x"), start("/a b", "resume", "x y")
+    place = "cd '/a b'  # commit abc"
+    assert shown(first) == [place, "python -m openpi_train debug --exp-name x"]
+    assert shown(first, again, again) == [*shown(first), "python -m openpi_train resume 'x y'"]
+    assert shown(first, start("/c", "resume"), first)[2:] == [
+        *("cd /c  # commit abc", "python -m openpi_train resume"),
+        *shown(first),
+    ]
