@@ -14,7 +14,7 @@ install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --n
 # Modules are compiled where they are first imported, and that is kept, whatever the environment says of it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train demo test test-release quick mutants oldest maniskill packages lint docs check-docs pictures dist gpu-compile gpu bench clean
+.PHONY: install train demo test test-release quick mutants oldest maniskill packages lint docs check-docs pictures dist gpu-compile gpu bench clean
 .PHONY: gpu-tests gpu-steps gpu-loops gpu-policies gpu-others gpu-serving gpu-checkpoint gpu-run
 
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt | $(BIN)/python
@@ -28,6 +28,8 @@ $(BIN)/python:
 # As root on a Debian: the packages that tests need (Slurm); elsewhere those tests are skipped.
 packages: | $(BIN)/python
 	OPENPI_TRAIN_INSTALL_PACKAGES=1 $(BIN)/python tests/debian.py
+
+install: $(VENV)/.installed
 
 train: $(VENV)/.installed
 	$(BIN)/python -m openpi_train data prepare

@@ -116,7 +116,7 @@ def python_blocks(file: Path) -> dict[str, str]:
 def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
     """The `my_runs.py` that docs/howto/extend.md prints, imported as the registry imports a user's file."""
     file = tmp_path_factory.mktemp("user") / "my_runs.py"
-    pages = ("howto/extend.md", "howto/reinforcement_learning.md")
+    pages = ("howto/extend.md", "howto/reinforcement_learning.md", "from/openpi.md")
     written = {name: text for page in pages for name, text in python_blocks(ROOT / "docs" / page).items()}
     for page in (ROOT / "docs" / "tutorials").glob("*.md"):  # the files that it asks to save
         written |= re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE)
