@@ -1,15 +1,14 @@
 """Adapts a loaded policy to `rollout.Policy`, with or without real-time chunking. Read next: `policy.py`."""
 
-from typing import Any
+import dataclasses
 
 import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from openpi_train.data.robot.normalize import normalize
 from openpi_train.envs.env import Env, EnvObservation
-from openpi_train.policy.observation import PROMPT, ObservationError
-from openpi_train.policy.policy import Policy
+from openpi_train.policy.observation import DELAY, PREFIX, PROMPT, ObservationError
+from openpi_train.policy.policy import Policy, PreparedObservation
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.real_time_chunking import MAX_GUIDANCE, prefix_weights
 
@@ -25,7 +24,10 @@ class Acting:
         answers = self._policy.answer(self._prepared(observation), _draws(keys))
         return np.stack([answer["actions"] for answer in answers])
 
-    def _prepared(self, observation: EnvObservation) -> list[tuple[Any, np.ndarray]]:
+    def _prepared(
+        self, observation: EnvObservation, prefixes: np.ndarray | None = None, delay: int = 0
+    ) -> list[PreparedObservation]:
+        """The observations of a batch, with the prefixes [b, p, a] of their chunks if there are any."""
         features, seen = self._policy.form.robot.cameras.values(), observation.images
         called = {feature: self._env.camera_of(feature) for feature in features}
         images = {feature: np.asarray(seen[camera]) for feature, camera in called.items() if camera in seen}
@@ -36,6 +38,7 @@ class Acting:
                 **{name: image[row] for name, image in images.items()},
                 "state": states[row],
                 **({PROMPT: text} if (text := self._env.instruction(int(task))) else {}),
+                **({} if prefixes is None else {PREFIX: prefixes[row], DELAY: delay}),
             }
             for row, task in enumerate(np.asarray(observation.task))
         ]
@@ -57,37 +60,17 @@ class ActingInRealTime(Acting):
         super().__init__(policy, env)
         if not 0 < max_guidance < float("inf"):
             raise ValueError(f"a largest guidance of {max_guidance:g} must be above 0 and finite")
+        prefix_weights(policy.form.window.num_ahead, delay, execute)
+        self._policy = dataclasses.replace(policy, max_guidance=max_guidance)
         self._delay, self._execute = delay, execute
-        self._max_guidance = max_guidance
-        self._ahead = policy.form.window.num_ahead
-        self._weights = prefix_weights(self._ahead, delay, execute)
         self._plan: np.ndarray | None = None
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         """The actions to execute from now on [b, h, a]: the old plan while the new chunk is computed, then that."""
-        prepared, draws = self._prepared(observation), _draws(keys)
-        if self._plan is None:
-            self._plan = np.stack([answer["actions"] for answer in self._policy.answer(prepared, draws)])
-            return self._plan
-        rest = self._plan[:, self._execute :]
-        towards = self._towards(rest, np.stack([state for _, state in prepared]))
-        chunks = np.stack([answer["actions"] for answer in self._policy.answer(prepared, draws, towards)])
-        self._plan = np.concatenate([rest[:, : self._delay], chunks[:, self._delay :]], axis=1)
+        rest = None if self._plan is None else self._plan[:, self._execute :]
+        answers = self._policy.answer(self._prepared(observation, rest, self._delay), _draws(keys))
+        self._plan = np.stack([answer["actions"] for answer in answers])
         return self._plan
-
-    def _towards(self, rest: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rest of the plan as normalised model actions relative to the present states, weights, and bound."""
-        robot, (horizon, width) = self._policy.form.robot, self._policy.sampler.chunk
-        _, relative = robot.to_model(states, rest)
-        assert relative is not None
-        known = self._policy.translation.normalize
-        actions = normalize(relative, known.stats["actions"], known.form)
-        target = np.zeros((len(rest), horizon, width), np.float32)
-        first = horizon - self._ahead  # earlier actions are in the past
-        target[:, first : first + actions.shape[1], : actions.shape[2]] = actions
-        weights = np.zeros_like(target)
-        weights[:, first:] = self._weights[:, None]
-        return target, weights, np.full(len(rest), self._max_guidance, np.float32)
 
 
 def _draws(keys: Key[Array, " b"]) -> list[int]:

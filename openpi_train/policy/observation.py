@@ -3,6 +3,9 @@
 An observation is a dictionary, nested or with "/" in its keys: the robot's image features, its `state` as a whole or in
 the parts of `Robot.state_keys`, and a `prompt` if the model reads text. As openpi's clients send them, names with or
 without "observation/", images with channels first, and images as fractions are accepted too.
+
+For real-time chunking, `prefix` and `delay` may be added: the actions of the chunk before from the present control step
+on, and how many of them will have been executed when the answer comes (`ActionPrefix`).
 """
 
 import contextlib
@@ -22,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "observation/"
 PROMPT, STATE = "prompt", "state"
+PREFIX, DELAY = "prefix", "delay"
 _MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
 # Maximum number of characters; models read a few hundred tokens.
 _MAX_PROMPT_LENGTH = 20_000
@@ -33,6 +37,15 @@ _OVERSHOOT = 1e-3
 
 class ObservationError(ValueError):
     """An invalid observation; the message names the key, what was given and what is expected."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActionPrefix:
+    """What a new chunk continues: `actions` float32 [p, a] of the chunk before, in the robot's units, the first for the
+    present control step; the first `delay` of them are executed before the new chunk can be."""
+
+    actions: np.ndarray
+    delay: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +87,39 @@ class ObservationForm:
         state = self._state(given)
         row = self.robot.row(images, state, self._prompt(given) if self.reads_prompt else None)
         return row, state if state.ndim == 1 else state[-1]
+
+    def prefix(self, observation: Mapping[str, object]) -> ActionPrefix | None:
+        """The observation's prefix, checked; None if it has none. Raises ObservationError."""
+        given = [key for key in (PREFIX, DELAY) if key in observation]
+        if not given:
+            return None
+        if len(given) == 1:
+            other = DELAY if given == [PREFIX] else PREFIX
+            raise ObservationError(
+                f"the observation has {given[0]!r} and no {other!r}; real-time chunking needs both: the actions of the "
+                "chunk before from the present control step on, and how many of them are executed meanwhile"
+            )
+        names, ahead = self.robot.action_names, self.window.num_ahead
+        actions = _numbers(PREFIX, observation[PREFIX])
+        if actions.ndim != 2 or actions.shape[1] != len(names):
+            raise ObservationError(
+                f"{PREFIX!r} has the shape {list(actions.shape)}; expected [p, {len(names)}]: {', '.join(names)}"
+            )
+        if len(actions) > ahead:
+            raise ObservationError(f"{PREFIX!r} has {len(actions)} actions; an action chunk has {ahead}")
+        actions = actions.astype(np.float32)
+        if not np.isfinite(actions).all():
+            raise ObservationError(f"{PREFIX!r} holds NaN or infinity; every number must be finite")
+        delay = observation[DELAY]
+        if isinstance(delay, np.ndarray) and delay.ndim == 0:
+            delay = delay.item()
+        if isinstance(delay, bool | np.bool_) or not isinstance(delay, int | np.integer):
+            raise ObservationError(f"{DELAY!r} is a {type(delay).__name__}; expected an int, a number of actions")
+        if not 0 <= delay <= len(actions):
+            raise ObservationError(
+                f"{DELAY!r} is {delay}; expected 0 to {len(actions)}, the number of actions in {PREFIX!r}"
+            )
+        return ActionPrefix(actions=actions, delay=int(delay))
 
     def _find(self, given: Mapping[str, object], key: str, *others: str) -> Any:
         for name in (*_names(key), *others):

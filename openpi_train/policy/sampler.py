@@ -21,11 +21,14 @@ from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.params import ParamLeaves, Params, merge_module
 from openpi_train.parallel.strategy import Plan
 from openpi_train.sampling.action_sampler import ActionSampler, sample_keys
-from openpi_train.sampling.flow import as_flow, with_guidance
+from openpi_train.sampling.flow import FlowSampler, as_flow, with_guidance
 from openpi_train.sampling.real_time_chunking import Guide
 from openpi_train.types import TOKEN_MASKS, Tree, observation
 
 Row = Mapping[str, Any]
+# For real-time chunking: a normalised target and its weights, both float32 [n, h, a], and the largest strength of the
+# guidance towards it, float32 [n].
+Towards = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 _TEXT = ("prompt_tokens", "prompt_mask", *TOKEN_MASKS)
 _NOT_OBSERVED = ("actions", "action_mask", "dim_mask")
@@ -60,6 +63,12 @@ class Sampler:
         return own if self.guidance is None else with_guidance(own, self.guidance)
 
     @property
+    def flow(self) -> FlowSampler | None:
+        """The sampler of a flow, which takes a target; None if chunks are drawn in another way."""
+        sampler = self.action_sampler
+        return sampler if isinstance(sampler, FlowSampler) else None
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The batch sizes that are compiled, smallest first."""
         unit = self.plan.num_row_groups
@@ -83,16 +92,10 @@ class Sampler:
         shapes = [shape for name, (shape, _) in self.row_spec().items() if name.startswith("image/")]
         return (shapes[0][-3], shapes[0][-2]) if shapes else (0, 0)
 
-    def sample(
-        self,
-        rows: Sequence[Row],
-        draws: Sequence[int],
-        towards: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
-    ) -> np.ndarray:
+    def sample(self, rows: Sequence[Row], draws: Sequence[int], towards: Towards | None = None) -> np.ndarray:
         """The normalised chunks float32 [n, h, a] of these rows; a row's noise is a function of seed and draw alone.
 
-        `towards`: a target and its weights, both float32 [n, h, a], and the largest strength of the guidance, float32
-        [n], for real-time chunking.
+        With `towards` another program runs, which is the same for all targets and weights.
         """
         found, most = [], self.sizes[-1]
         for start in range(0, len(rows), most):
@@ -101,12 +104,19 @@ class Sampler:
             found.append(self._sample(rows[part], draws[part], guides))
         return np.concatenate(found)
 
-    def warm_up(self) -> None:
-        """Compile every program, and run each once."""
+    def warm_up(self, *, prefixes: bool = False) -> None:
+        """Compile every program, and run each once; with `prefixes` those for real-time chunking, too.
+
+        Raises UsageError if there are none.
+        """
+        if prefixes:
+            as_flow(self.action_sampler)
         blank = {name: np.ones(shape, dtype) for name, (shape, dtype) in self.row_spec().items()}
         for size in self.sizes:
-            for length in self.text_lengths or (None,):
-                self._run(size, length, self._columns([blank] * size, length), np.zeros(size, np.int32))
+            free = np.zeros((size, *self.chunk), np.float32)
+            for guides in ((), (free, free, np.ones(size, np.float32)))[: 1 + prefixes]:
+                for length in self.text_lengths or (None,):
+                    self._run(size, length, self._columns([blank] * size, length), np.zeros(size, np.int32), *guides)
 
     def lower(self, size: int) -> Any:
         """The program for `size` rows with the longest prompt, lowered (a `jax.stages.Lowered`); `params` may be

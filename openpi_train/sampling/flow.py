@@ -20,10 +20,12 @@ from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_vel
 class FlowSampler(ActionSampler):
     """Euler steps of the model's velocity, corrected towards the target of `guide` if there is one.
 
-    `guidance` is that of a model with an indicator; None: the model has none.
+    `guidance` is that of a model with an indicator; None: the model has none. With `max_delay` above 0 the model was
+    trained on clean prefixes of at most so many actions: where its weight is 1, the target is held, without guidance.
     """
 
     guide: Guide | None = None
+    max_delay: int = 0
     guidance: float | None = None
 
     def chain(self, model, observation, noise, keys, num_steps, keep=True):

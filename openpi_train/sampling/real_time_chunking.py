@@ -38,7 +38,7 @@ def prefix_weights(horizon: int, delay: int, execute: int) -> Float[np.ndarray, 
     1 for the first `delay`; then decreasing over the actions that the old chunk also has; 0 for the last `execute`,
     which it does not have. Raises ValueError if delay, execute and horizon do not fit.
     """
-    if not 0 <= delay <= horizon - execute or execute < 1:
+    if not 0 <= delay <= horizon - execute or execute < 0:
         raise ValueError(
             f"a delay of {delay} and {execute} executed actions do not fit a chunk of {horizon}: the delay may be at "
             f"most {horizon - execute}, the horizon less the executed ones"

@@ -14,7 +14,7 @@ API_KEY_VARIABLE = "OPENPI_TRAIN_API_KEY"
 # Flags that only a robot policy has.
 _OF_ROBOTS = (
     *("dataset", "prompt", "num_sample_steps", "guidance", "seed", "cut_prompts"),
-    *("reset_pose", "batch_wait_ms", "record", "replay"),
+    *("real_time_chunking", "reset_pose", "batch_wait_ms", "record", "replay"),
 )
 
 
@@ -60,6 +60,9 @@ class ServeRequest(Request):
     tokenizer: str | None = None
     # Truncate prompts that are too long, as in training.
     cut_prompts: bool = False
+    # Compile at the start for requests with a prefix, too (real-time chunking); None: if the policy was trained with
+    # prefixes. Otherwise the first such request waits for that.
+    real_time_chunking: bool | None = None
     # Reset pose sent to clients, for ALOHA's runtime.
     reset_pose: Annotated[tuple[float, ...], one_word(_numbers, "A,B,...")] | None = None
 

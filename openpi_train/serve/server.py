@@ -2,6 +2,7 @@
 
     connect                 -> one binary message: the policy's metadata
     binary message          -> binary message: `actions`, `state`, `draw`, `policy_timing`, `server_timing`
+    `prefix` and `delay` in it -> the actions continue the prefix (real-time chunking, `policy/observation.py`)
     a bad request           -> text message with the error; the connection stays open (openpi's client raises the text)
     GET /healthz, /metrics  -> 200, on the same port, while requests run; /healthz 503 before the policy is ready
 

@@ -6,16 +6,13 @@ At its n-th question, counted from 0, the policy says 100 n + k for the k-th con
 
 import dataclasses
 import types
-import zlib
-from typing import ClassVar
 
 import following
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
-from flax import nnx
+from gaussian_flow import GaussianConfig, guided, noise_of
 
 from openpi_train.data.robot.windows import WindowShape
 from openpi_train.envs.env import EnvObservation
@@ -25,9 +22,10 @@ from openpi_train.parallel.mesh import make_mesh
 from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.observation import ObservationForm
-from openpi_train.policy.policy import Policy
+from openpi_train.policy.policy import Policy, PreparedObservation
 from openpi_train.policy.sampler import Sampler
 from openpi_train.runtime.exits import UsageError
+from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sampling.real_time_chunking import prefix_weights
 
 AHEAD, STEPS, ROWS = 5, 17, 2
@@ -55,6 +53,10 @@ def scripted_with_draws(first_action):
         @property
         def chunk(self):
             return window.horizon, following.MODEL_DIMS
+
+        @property
+        def flow(self):
+            return FlowSampler()
 
         def sample(self, rows, draws, towards=None):
             drawn.append(draws)
@@ -169,46 +171,6 @@ def test_every_delay_carries_out_what_was_planned_and_guides_towards_the_rest_of
             np.testing.assert_allclose(weights[row], share, rtol=1e-6)
 
 
-class Gaussian(nnx.Module):
-    """The exact flow of actions that are independent and normal, with the state as their mean and one spread."""
-
-    def __init__(self, config, rngs):
-        self.spread = nnx.Param(jnp.full(1, 0.5))
-
-    def context(self, observation):
-        return observation
-
-    def velocity(self, observation, noisy, time):
-        t, mean = time[:, :, None, None], observation.state[:, None, None]
-        slope = (1 - t) * self.spread[...] ** 2 / ((1 - t) ** 2 * self.spread[...] ** 2 + t**2)
-        return (noisy - mean - slope * (noisy - (1 - t) * mean)) / t
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GaussianConfig(toy.LinearConfig):
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
-
-    def build(self, rngs):
-        return Gaussian(self, rngs)
-
-
-def noise_of(seed, draw, shape):
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), draw)
-    return np.asarray(jax.random.normal(jax.random.fold_in(key, zlib.crc32(b"validation/sample")), shape), np.float64)
-
-
-def guided(noise, mean, target, weights, num_steps, most=5.0):
-    """Real-time chunking's equations 2 to 5 for this flow, whose destination is linear in the noisy actions."""
-    x = noise
-    for number in range(num_steps):
-        t = 1 - number / num_steps
-        slope = (1 - t) * 0.25 / ((1 - t) ** 2 * 0.25 + t**2)
-        destination = mean + slope * (x - (1 - t) * mean)
-        strength = most if t == 1 else min(most, (t**2 + (1 - t) ** 2) / (t * (1 - t)))
-        x = x - ((x - destination) / t - strength * slope * weights * (target - destination)) / num_steps
-    return x
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
@@ -262,7 +224,7 @@ def test_a_policy_sees_cameras_by_its_features_and_has_its_own_prompt_where_the_
 
         def prepare(self, observation):
             asked.append(observation)
-            return observation, np.zeros(2)
+            return PreparedObservation(observation, np.zeros(2))
 
         def answer(self, prepared, draws):
             return [{"actions": np.zeros((1, 2))}] * len(prepared)

@@ -95,7 +95,7 @@ def test_rows_and_chunks_are_those_of_trainings_evaluation(make, tmp_path):
     policy = one_device(run)
     expected = run.held_out(NUM_ROWS)
     for number in range(NUM_ROWS):
-        row, _ = policy.prepare(run.observation(number))
+        row = policy.prepare(run.observation(number)).row
         said = expected.get("token_ar_mask", np.zeros((NUM_ROWS, 0), bool))[number]
         for name, value in row.items():
             wanted = expected[name][number]

@@ -46,7 +46,7 @@ def squared_error(run, policy):
 
 def test_an_observation_becomes_the_row_that_training_reads(run, policy):
     for number in range(NUM_ROWS):
-        row, state = policy.prepare(run.observation(number))
+        row, state, *_ = policy.prepare(run.observation(number))
         expected = run.held_out(NUM_ROWS)
         assert row.keys() == expected.keys() - set(NOT_SEEN)
         for name, value in row.items():
@@ -119,7 +119,7 @@ def test_a_bad_observation_is_told_what_is_wrong_and_what_is_expected(run, polic
 def test_images_may_come_with_channels_first_as_fractions_nested_or_under_the_slots_name(run, policy):
     given = run.observation(0)
     image = given.pop("observation/image_0")
-    (expected, _) = policy.prepare({**given, "observation/image_0": image})
+    expected = policy.prepare({**given, "observation/image_0": image}).row
     fractions = (image / 255 + 1e-4).clip(0, 1).astype(np.float32)  # openpi rounds down
     for form in (
         {"image_0": image},

@@ -55,7 +55,7 @@ class LoadedStub(StubPolicy, Policy):
     def replay(self, path):
         return record.replay(self, path)
 
-    def warm_up(self):
+    def warm_up(self, *, prefixes=None):
         pass
 
 

@@ -45,7 +45,7 @@ def serving(policy, *, tls=None, **options):
 
     async def main():
         found["server"], found["loop"] = PolicyServer(policy, limits=limits, **options), asyncio.get_running_loop()
-        policy.loop = found["loop"]
+        object.__setattr__(policy, "loop", found["loop"])  # a policy may be frozen
         started.set()
         await found["server"].run(listener, tls)
 

@@ -273,7 +273,7 @@ def test_answers_are_those_of_trainings_evaluation_with_these_flags(run, monkeyp
             answer(connection)
             return [ask(connection, saved.observation(row)) for row in range(rows)]  # drawn with 0, 1, ...
 
-    monkeypatch.setattr(Policy, "warm_up", lambda self: None)  # one program is enough
+    monkeypatch.setattr(Policy, "warm_up", lambda self, **_: None)  # one program is enough
     flags = "--dataset=first --seed=7 --num-sample-steps=3 --no-average --no-merge-lora --max-batch=1"
     answers = on_one_device(
         monkeypatch, saved.directory, run.own, *flags.split(), talk=talk, load=loading.load_policy

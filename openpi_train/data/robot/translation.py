@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from openpi_train.data.robot.normalize import normalize
 from openpi_train.data.robot.rows import RowSpec, RowTransform, with_all_cameras
 from openpi_train.data.robot.transforms import Normalize, Unnormalize
 from openpi_train.data.robot.windows import WindowShape
@@ -68,6 +69,12 @@ class Translation:
             if found[name].shape != shape:
                 raise ValueError(f"{name} has shape {list(found[name].shape)}; the model takes {list(shape)}")
         return found
+
+    def chunk(self, actions: np.ndarray, state: np.ndarray) -> np.ndarray:
+        """The model's normalised actions, the inverse of `actions`: float32 [p, a] from the robot's [p, a]."""
+        _, relative = self.robot.to_model(np.asarray(state, np.float32), np.asarray(actions, np.float32))
+        assert relative is not None
+        return normalize(relative, self.normalize.stats["actions"], self.normalize.form)
 
     def actions(self, chunk: np.ndarray, state: np.ndarray) -> np.ndarray:
         """The robot's actions from the present control step on, float32 [h, a].
