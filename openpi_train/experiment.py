@@ -230,6 +230,7 @@ class Experiment:
         problems += [*self._check_flags(), *self.data.check(), *self.eval.check()]
         objective = type(self.objective)
         problems += self.model.check_objective(objective.__name__, self.objective.needed)
+        problems += self._check_prefix()
         problems += self.data.check_objective(objective.__name__, objective.text_kinds)
         problems += self._check_reference()
         problems += [] if wrong_numbers else self._check_rl()
@@ -304,6 +305,20 @@ class Experiment:
                 f"--batch-size {self.batch_size}; change one of them"
             ]
         return []
+
+    def _check_prefix(self) -> list[str]:
+        """Why the model cannot learn to continue prefixes of the objective's length."""
+        longest = self.objective.longest_prefix
+        if not longest:
+            return []
+        flag = f"--objective.max-delay {longest}"
+        if "action_times" not in self.model.provides:
+            return [
+                f"{flag} needs a flow time for each action, and {type(self.model).__name__} has one for the chunk: "
+                "leave it out (guided real-time chunking needs no training), or train pi0, pi0.5 or SmolVLA"
+            ]
+        horizon = self.policy.rows.window.horizon
+        return [] if longest < horizon else [f"{flag} must be less than the {horizon} actions of a chunk"]
 
     def _check_reference(self) -> list[str]:
         """Why the data lack what the objective compares with."""

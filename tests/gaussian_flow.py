@@ -31,14 +31,15 @@ class Gaussian(nnx.Module):
         return observation
 
     def velocity(self, observation, noisy, time):
-        t, mean = time[:, :, None, None], observation.state[:, None, None]
+        t = time[..., None] if time.ndim == 3 else time[:, :, None, None]
+        mean = observation.state[:, None, None]
         slope = (1 - t) * self.spread[...] ** 2 / ((1 - t) ** 2 * self.spread[...] ** 2 + t**2)
         return (noisy - mean - slope * (noisy - (1 - t) * mean)) / t
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GaussianConfig(toy.LinearConfig):
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "action_times"})
 
     def build(self, rngs):
         return Gaussian(self, rngs)

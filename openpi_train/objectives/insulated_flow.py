@@ -50,6 +50,11 @@ class InsulatedFlow(Objective):
         return self.flow.draws_per_row
 
     @property
+    def longest_prefix(self) -> int:
+        """That of flow matching."""
+        return self.flow.longest_prefix
+
+    @property
     def tokens(self) -> NextToken:
         """The language model's loss."""
         return NextToken(mean_over=self.mean_over)
@@ -67,7 +72,7 @@ class InsulatedFlow(Objective):
         noisy, wanted = self.flow.path(batch.actions, noise, time)
         policy: Any = model
         velocity, log_probs, is_best = policy.velocity_and_log_probs(batch.observation, noisy, time)
-        flow_loss, _ = self.flow.loss_of(batch, norms, velocity, wanted)
+        flow_loss, _ = self.flow.loss_of(batch, norms, velocity, wanted, time)
         token_loss, metrics = self.tokens.loss_of(batch, norms, log_probs, is_best)
         loss = self.flow_weight * flow_loss + self.token_weight * token_loss
         return loss, metrics | {"loss": loss, "flow_loss": flow_loss, "token_loss": token_loss}

@@ -57,6 +57,11 @@ class Objective(abc.ABC):
         """How many times the action part of the model runs for one row (for cost forecasts)."""
         return 1
 
+    @property
+    def longest_prefix(self) -> int:
+        """The largest number of clean actions at the start of a chunk that the model is trained to continue."""
+        return 0
+
     @abc.abstractmethod
     def norms(self, batch: Batch) -> Norms:
         """The denominators, float32 scalars, from masks alone, on the whole optimizer batch."""

@@ -61,6 +61,9 @@ class ActingInRealTime(Acting):
         if not 0 < max_guidance < float("inf"):
             raise ValueError(f"a largest guidance of {max_guidance:g} must be above 0 and finite")
         prefix_weights(policy.form.window.num_ahead, delay, execute)
+        flow = policy.sampler.flow
+        if flow is not None and 0 < flow.max_delay < delay:
+            raise ValueError(f"a delay of {delay} control steps: the policy was trained with at most {flow.max_delay}")
         self._policy = dataclasses.replace(policy, max_guidance=max_guidance)
         self._delay, self._execute = delay, execute
         self._plan: np.ndarray | None = None

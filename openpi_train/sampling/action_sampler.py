@@ -37,8 +37,9 @@ class ContextModel(Protocol):
 class FlowModel(ContextModel, Protocol):
     """A module that provides `velocity`."""
 
-    def velocity(self, seen: Tree, noisy_actions: Draws, time: Float[Array, "b r"], /) -> Draws:
-        """d x_t / d t at `noisy_actions` = x_t; `time` is 1 at noise and 0 at actions; r draws of each row.
+    def velocity(self, seen: Tree, noisy_actions: Draws, time: Float[Array, "b r *each"], /) -> Draws:
+        """d x_t / d t at `noisy_actions` = x_t; `time` is 1 at noise and 0 at actions; r draws of each row. A model
+        that provides `action_times` also takes the time of each action, [b, r, h].
 
         `seen` is a context; or, in training, which calls it once, an observation, so both can be one forward pass. A
         model with an indicator also takes what each draw is told (`indicator.py`), [b, r].

@@ -6,14 +6,16 @@ Time runs from 1 (noise) to 0 (actions), as in `objectives/flow_matching.py`.
 """
 
 import dataclasses
+import functools
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.action_sampler import ActionSampler, Chain, FlowModel, walk
 from openpi_train.sampling.indicator import check_guidance, conditioned_velocity
-from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_velocity
+from openpi_train.sampling.real_time_chunking import Guide, Velocity, guided_velocity, held_velocity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,15 +35,16 @@ class FlowSampler(ActionSampler):
         flow: FlowModel = model
         context = flow.context(self.seen(observation))
 
-        def velocity(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
+        def velocity(actions: Float[Array, "b h a"], time: Float[Array, "b *each"]) -> Float[Array, "b h a"]:
             return conditioned_velocity(flow, context, actions[:, None], time[:, None], self.guidance)[:, 0]
 
-        def guided(actions: Float[Array, "b h a"], time: Float[Array, " b"]) -> Float[Array, "b h a"]:
-            return (
-                velocity(actions, time) if self.guide is None else guided_velocity(velocity, actions, time, self.guide)
-            )
-
-        return euler(guided, noise, num_steps, keep)
+        if self.guide is None:
+            return euler(velocity, noise, num_steps, keep)
+        if not self.max_delay:
+            return euler(functools.partial(guided_velocity, velocity, guide=self.guide), noise, num_steps, keep)
+        held = (self.guide.weights > 0).any(axis=-1)  # b h
+        start = jnp.where(held[..., None], self.guide.target, noise)
+        return euler(functools.partial(held_velocity, velocity, held=held), start, num_steps, keep)
 
 
 def euler(velocity: Velocity, noise: Float[Array, "b h a"], num_steps: int, keep: bool = False) -> Chain:

@@ -17,7 +17,7 @@ NUM_TOLD = 2
 
 
 def conditioned_velocity(
-    model: Network, seen: Tree, noisy: Float[Array, "b r h a"], time: Float[Array, "b r"], guidance: float | None
+    model: Network, seen: Tree, noisy: Float[Array, "b r h a"], time: Float[Array, "b r *each"], guidance: float | None
 ) -> Float[Array, "b r h a"]:
     """The model's velocity, guided, float32; with `guidance` None that of a model without indicator.
 

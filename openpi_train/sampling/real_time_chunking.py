@@ -4,7 +4,10 @@ Black, Galliker, Levine 2025, "Real-Time Execution of Action Chunking Flow Polic
 is computed, `delay` actions of the previous one are executed. The new chunk is inpainted: its first `delay` actions
 should equal those, and the rest of the overlap has decreasing weight, so that the motion is continuous but reactive.
 The flow's velocity is corrected by the gradient of the weighted distance between its predicted result and that target
-(equations 2 to 5). Time runs from 1 (noise) to 0 (actions) here: the paper's tau is 1 - t. Read next: `flow.py`.
+(equations 2 to 5). Time runs from 1 (noise) to 0 (actions) here: the paper's tau is 1 - t.
+
+A model that was trained to continue clean prefixes (`FlowMatching.max_delay`) needs no gradient: the prefix stays as it
+is, and its time is 0. Read next: `flow.py`.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from openpi_train.types import pytree
 
@@ -47,6 +50,17 @@ def prefix_weights(horizon: int, delay: int, execute: int) -> Float[np.ndarray, 
     share = np.clip((horizon - execute - place) / (horizon - execute - delay + 1), 0, 1)
     soft = share * np.expm1(share) / np.expm1(1)
     return np.where(place < delay, 1.0, soft).astype(np.float32)
+
+
+def held_velocity(
+    velocity: Callable[[Float[Array, "b h a"], Float[Array, "b h"]], Float[Array, "b h a"]],
+    actions: Float[Array, "b h a"],
+    time: Float[Array, " b"],
+    held: Bool[Array, "b h"],
+) -> Float[Array, "b h a"]:
+    """The velocity of a model that takes a time of each action, beside `held` actions, which are clean and stay."""
+    found = velocity(actions, jnp.where(held, 0.0, time[:, None]))
+    return jnp.where(held[..., None], 0.0, found)
 
 
 def guided_velocity(

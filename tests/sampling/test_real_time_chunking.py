@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
-from openpi_train.sampling.flow import euler
+from openpi_train.sampling.flow import FlowSampler, euler
 from openpi_train.sampling.real_time_chunking import Guide, guided_velocity, prefix_weights
 
 SHAPE = (2, 5, 3)
@@ -73,6 +74,35 @@ def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_bee
     found, free = sample(weights), sample(jnp.zeros(SHAPE))
     np.testing.assert_allclose(found[:, :2], TARGET[:, :2], atol=1e-5)
     np.testing.assert_array_equal(found[:, 2:], free[:, 2:])
+
+
+class Joined:
+    """A model with a time for each action: the velocity of each is the mean of all actions, plus its own time."""
+
+    def context(self, observation):
+        return observation
+
+    def velocity(self, context, noisy, time):
+        t = time[..., None] if time.ndim == 3 else time[:, :, None, None]
+        return noisy.mean(axis=2, keepdims=True) + t + jnp.zeros_like(noisy)
+
+
+@pytest.mark.parametrize("delays", [(0, 0), (2, 5), (1, 3)])
+def test_a_trained_model_sees_the_prefix_clean_at_time_0_in_every_step_and_leaves_it_as_it_is(delays):
+    held = np.arange(SHAPE[1]) < np.array(delays)[:, None]
+    weights = jnp.asarray(np.broadcast_to(held[..., None], SHAPE), jnp.float32)
+    sampler = FlowSampler(guide=Guide(target=TARGET, weights=weights), max_delay=5)
+    seen = toy.batch(2).observation
+    found = sampler.sample(Joined(), seen, NOISE, None, 4)
+    x = np.where(held[..., None], TARGET, NOISE).astype(np.float64)
+    for number in range(4):
+        times = np.where(held, 0.0, 1 - number / 4)[..., None]
+        x = np.where(held[..., None], x, x - (x.mean(axis=1, keepdims=True) + times) / 4)
+    np.testing.assert_allclose(found, x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(found)[held], np.asarray(TARGET)[held])
+    if not any(delays):
+        free = FlowSampler(max_delay=5).sample(Joined(), seen, NOISE, None, 4)
+        np.testing.assert_allclose(found, free, rtol=1e-6, atol=1e-6)
 
 
 def test_the_soft_mask_is_the_papers():

@@ -12,6 +12,7 @@ from gaussian_flow import HORIZON, NUM_STEPS, SEED, gaussian_policy, guided, noi
 from stub import serving
 from websockets.sync.client import connect
 
+from openpi_train.objectives.flow_matching import FlowMatching
 from openpi_train.policy import wire
 from openpi_train.policy.acting import ActingInRealTime
 from openpi_train.policy.record import RequestRecorder, read_record
@@ -128,6 +129,28 @@ def test_what_is_wrong_is_told_in_text_and_the_connection_goes_on(policy):
             answer = ask(**entries)
             assert isinstance(answer, str) and says in answer, (case, answer)
         assert ask(prefix=PREFIX.tolist(), delay=np.int64(3))["actions"].shape == (HORIZON, 2)
+
+
+def test_a_policy_that_was_trained_with_delays_continues_the_first_actions_and_refuses_longer_delays():
+    policy = gaussian_policy(FlowMatching(augment=False, max_delay=2))
+    policy.warm_up()
+    assert set(policy.sampler._programs) == {(2, None, False), (2, None, True)}
+    with client(policy) as (metadata, ask):
+        assert metadata["real_time_chunking"] == {"method": "trained", "max_prefix": HORIZON, "max_delay": 2}
+        continued, other = ask(prefix=PREFIX, delay=2), ask(prefix=PREFIX[:2], delay=2)
+        assert ask(prefix=PREFIX, delay=3) == "'delay' is 3, but the policy was trained with delays of at most 2"
+    for answer in (continued, other):
+        np.testing.assert_array_equal(answer["actions"][:2], PREFIX[:2])
+        # Actions are independent in this flow, and nothing is guided towards the rest of the prefix.
+        free = expected(answer["draw"], PREFIX[:0], 0)
+        np.testing.assert_allclose(answer["actions"][2:], free[2:], atol=2e-4)
+    normalised = policy.sampler.sample(*([one] for one in (policy.prepare({"state": STATE}).row, 7)))
+    prepared = policy.prepare({"state": STATE, "prefix": PREFIX, "delay": 2})
+    held = policy.sampler.sample([prepared.row], [7], policy._towards([prepared]))
+    np.testing.assert_allclose(held[0, :2, :2], following.in_the_models_units(PREFIX[:2], STATE), rtol=1e-6)
+    np.testing.assert_allclose(held[0, 2:], normalised[0, 2:], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="a delay of 3 control steps: the policy was trained with at most 2"):
+        ActingInRealTime(policy, following.Follow(), delay=3, execute=1)
 
 
 def test_a_policy_that_is_no_flow_says_so_and_refuses_a_prefix():

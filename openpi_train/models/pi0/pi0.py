@@ -27,7 +27,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation", "indicator"})
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation", "indicator", "action_times"})
 
     # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
     pi05: bool = False

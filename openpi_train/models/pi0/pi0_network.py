@@ -121,14 +121,15 @@ class Pi0(nnx.Module):
         self,
         seen: Observation | Context,
         noisy_actions: Float[Array, "b r h a"],
-        time: Float[Array, "b r"],
+        time: Float[Array, "b r *each"],
         told: Int[Array, "b r"] | None = None,
     ) -> Float[Array, "b r h a"]:
         """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix, not each other's
         actions.
 
-        `time` is 1 at noise and 0 at actions. Given an observation instead of its context, prefix and suffix pass
-        through the layers together, which is cheaper in training. `told` is what each draw is told, with `indicator`.
+        `time` is 1 at noise and 0 at actions, of each draw or of each action of it, [b, r, h]. Given an observation
+        instead of its context, prefix and suffix pass through the layers together, which is cheaper in training. `told`
+        is what each draw is told, with `indicator`.
         """
         if isinstance(seen, Observation):
             if not (self.insulated or self.fixed_prefix):
@@ -144,7 +145,7 @@ class Pi0(nnx.Module):
         return self.read_out(result["action"], noisy_actions.shape)
 
     def velocity_and_log_probs(
-        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]
+        self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r *each"]
     ) -> tuple[Float[Array, "b r h a"], Float[Array, "b n"], Bool[Array, "b n"]]:
         """`velocity`; and for every prompt token but the first its log-probability, and whether it is the most likely.
 
@@ -161,7 +162,7 @@ class Pi0(nnx.Module):
         self,
         observation: Observation,
         noisy_actions: Float[Array, "b r h a"],
-        time: Float[Array, "b r"],
+        time: Float[Array, "b r *each"],
         wanted: Collection[str] = ("language", "action"),
         told: Int[Array, "b r"] | None = None,
     ) -> Mapping[str, Float[Array, "b _ _"]]:
@@ -197,20 +198,21 @@ class Pi0(nnx.Module):
         self,
         state: Float[Array, "b s"],
         noisy_actions: Float[Array, "b r h a"],
-        time: Float[Array, "b r"],
+        time: Float[Array, "b r *each"],
         told: Int[Array, "b r"] | None = None,
-    ) -> tuple[Float[Array, "b t w"], Mapping[str, Float[Array, "b r w"]]]:
-        """The state's token (pi0 only), then the action tokens draw after draw, float32; and experts' conditions."""
+    ) -> tuple[Float[Array, "b t w"], Mapping[str, Float[Array, "b _ w"]]]:
+        """The state's token (pi0 only), then the action tokens draw after draw, float32; and experts' conditions, one
+        for each draw, or for each action if each has a time."""
         tokens = self.action_in_proj(noisy_actions)  # b r h w
         if told is not None:
             vectors = jnp.pad(self.indicator[...].astype(tokens.dtype), ((1, 0), (0, 0)))  # who is told nothing has 0
             tokens += vectors[told][:, :, None]
-        time_encoding = sincos_encoding(time, tokens.shape[-1], _MIN_PERIOD, _MAX_PERIOD)  # b r w
+        time_encoding = sincos_encoding(time, tokens.shape[-1], _MIN_PERIOD, _MAX_PERIOD)  # b r (h) w
         flat = (tokens.shape[0], -1, tokens.shape[-1])
         if self.adaptive:
             hidden = nnx.swish(self.time_mlp_in(time_encoding))
-            return tokens.reshape(flat), {"action": nnx.swish(self.time_mlp_out(hidden))}
-        times = jnp.broadcast_to(time_encoding[:, :, None], tokens.shape)
+            return tokens.reshape(flat), {"action": nnx.swish(self.time_mlp_out(hidden)).reshape(flat)}
+        times = time_encoding if time.ndim == 3 else jnp.broadcast_to(time_encoding[:, :, None], tokens.shape)
         hidden = nnx.swish(self.action_time_mlp_in(jnp.concatenate([tokens, times], axis=-1)))
         tokens = self.action_time_mlp_out(hidden).reshape(flat)
         return jnp.concatenate([self.state_proj(state)[:, None], tokens], axis=1), {}

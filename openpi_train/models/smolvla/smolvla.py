@@ -33,7 +33,7 @@ _UNUSED = ("language/head", "language/final_norm/scale")
 class SmolVlaConfig(PromptedConfig):
     """The first layers of SmolVLM2, and an action expert that reads their keys and values."""
 
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample"})
+    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "action_times"})
 
     # Steps of an action chunk.
     action_horizon: int = 50

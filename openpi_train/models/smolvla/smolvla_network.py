@@ -124,10 +124,10 @@ class SmolVla(nnx.Module):
         self,
         seen: Observation | SmolVlaContext,
         noisy_actions: Float[Array, "b r h a"],
-        time: Float[Array, "b r"],
+        time: Float[Array, "b r *each"],
     ) -> Float[Array, "b r h a"]:
         """d x_t / d t at `noisy_actions` = x_t, in float32; the r draws of a row share its prefix, not each other's
-        actions. `time` is 1 at noise and 0 at actions.
+        actions. `time` is 1 at noise and 0 at actions, of each draw or of each action of it, [b, r, h].
         """
         if isinstance(seen, Observation):
             seen = self._context(seen, trains=not self.fixed_backbone)
@@ -204,10 +204,11 @@ class SmolVla(nnx.Module):
         return jax.lax.stop_gradient((keys, values))
 
     @jax.named_scope("embed_suffix")
-    def _embed_actions(self, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r"]) -> Array:
+    def _embed_actions(self, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r *each"]) -> Array:
         """The tokens of noisy actions, which include the flow time, float32: "b r h w"."""
         x = self.action_in_proj(noisy_actions)
-        encoded = encoded_time(time, x.shape[-1])[:, :, None]
+        encoded = encoded_time(time, x.shape[-1])  # b r (h) w
+        encoded = encoded if time.ndim == 3 else encoded[:, :, None]
         x = jnp.concatenate([x, jnp.broadcast_to(encoded, x.shape)], axis=-1)
         return self.action_time_mlp_out(nnx.swish(self.action_time_mlp_in(x)))
 
