@@ -81,7 +81,7 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
         what = f"compiling for batches of {', '.join(map(str, policy.sampler.sizes))}"
         logger.info("%s", what)
         progress.now(what)
-        policy.warm_up(prefixes=flags.real_time_chunking)
+        policy.warm_up(prefixes=flags.real_time_chunking or None)
         return policy, recorder, time.monotonic() - started
 
     async def serve() -> bool | None:

@@ -60,9 +60,9 @@ class ServeRequest(Request):
     tokenizer: str | None = None
     # Truncate prompts that are too long, as in training.
     cut_prompts: bool = False
-    # Compile at the start for requests with a prefix, too (real-time chunking); None: if the policy was trained with
-    # prefixes. Otherwise the first such request waits for that.
-    real_time_chunking: bool | None = None
+    # Compile at the start for requests with a prefix, too (real-time chunking), as is always done for a policy that was
+    # trained with prefixes. Otherwise the first such request waits for that.
+    real_time_chunking: bool = False
     # Reset pose sent to clients, for ALOHA's runtime.
     reset_pose: Annotated[tuple[float, ...], one_word(_numbers, "A,B,...")] | None = None
 

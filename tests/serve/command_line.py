@@ -56,7 +56,7 @@ class LoadedStub(StubPolicy, Policy):
         return record.replay(self, path)
 
     def warm_up(self, *, prefixes=None):
-        pass
+        self.options["prefixes"] = prefixes
 
 
 @dataclasses.dataclass

@@ -116,6 +116,17 @@ def test_the_policy_is_loaded_as_the_flags_say(case):
     assert found == [("run", LOADED | changed)]
 
 
+@pytest.mark.parametrize(("words", "prefixes"), [((), None), (("--real-time-chunking",), True)])
+def test_programs_for_prefixes_are_compiled_at_the_start_if_asked(words, prefixes):
+    def load(directory, **options):
+        loaded.append(LoadedStub(directory, **options))
+        return loaded[-1]
+
+    loaded = []
+    assert serve("run", "--port=0", *words, load=load).code == 0
+    assert [policy.options["prefixes"] for policy in loaded] == [prefixes]
+
+
 def never(*given, **options):
     raise AssertionError("the policy was loaded")
 
