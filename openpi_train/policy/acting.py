@@ -50,29 +50,41 @@ class Acting:
 
 
 class ActingInRealTime(Acting):
-    """Real-time chunking for one batch of episodes: a chunk is ready `delay` control steps after it was requested.
+    """A policy whose chunks are ready `delay` control steps after they were requested, for one batch of episodes.
 
-    Meanwhile the previous chunk is executed; the new one is inpainted onto it. Queries are `execute` actions apart.
+    Meanwhile the previous chunk is executed; the new one continues it (real-time chunking), or without `joins` is
+    computed without it, and the motion can jump. Queries are `execute` actions apart.
     """
 
-    def __init__(self, policy: Policy, env: Env, *, delay: int, execute: int, max_guidance: float = MAX_GUIDANCE):
+    def __init__(
+        self,
+        policy: Policy,
+        env: Env,
+        *,
+        delay: int,
+        execute: int,
+        max_guidance: float = MAX_GUIDANCE,
+        joins: bool = True,
+    ):
         """Raises ValueError if delay and execute do not fit the chunk, or the largest guidance is not above 0."""
         super().__init__(policy, env)
         if not 0 < max_guidance < float("inf"):
             raise ValueError(f"a largest guidance of {max_guidance:g} must be above 0 and finite")
         prefix_weights(policy.form.window.num_ahead, delay, execute)
         flow = policy.sampler.flow
-        if flow is not None and 0 < flow.max_delay < delay:
+        if joins and flow is not None and 0 < flow.max_delay < delay:
             raise ValueError(f"a delay of {delay} control steps: the policy was trained with at most {flow.max_delay}")
         self._policy = dataclasses.replace(policy, max_guidance=max_guidance)
-        self._delay, self._execute = delay, execute
+        self._delay, self._execute, self._joins = delay, execute, joins
         self._plan: np.ndarray | None = None
 
     def __call__(self, observation: EnvObservation, keys: Key[Array, " b"]) -> np.ndarray:
         """The actions to execute from now on [b, h, a]: the old plan while the new chunk is computed, then that."""
         rest = None if self._plan is None else self._plan[:, self._execute :]
-        answers = self._policy.answer(self._prepared(observation, rest, self._delay), _draws(keys))
-        self._plan = np.stack([answer["actions"] for answer in answers])
+        prefixes = rest if self._joins else None
+        answers = self._policy.answer(self._prepared(observation, prefixes, self._delay), _draws(keys))
+        chunks = np.stack([answer["actions"] for answer in answers])
+        self._plan = chunks if rest is None else np.concatenate([rest[:, : self._delay], chunks[:, self._delay :]], 1)
         return self._plan
 
 

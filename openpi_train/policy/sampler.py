@@ -40,7 +40,8 @@ class Sampler:
 
     `batch_sizes` are the compiled batch sizes, rounded up to multiples of the number of devices; `text_lengths` are the
     compiled prompt lengths, None for a model that reads no text. Rows have the longest. `guidance` replaces the
-    objective's (`sampling/indicator.py`).
+    objective's (`sampling/indicator.py`). `guided`: prefixes are continued by guidance, even if the model
+    was trained to continue them.
     """
 
     model: PolicyConfig
@@ -53,6 +54,7 @@ class Sampler:
     batch_sizes: tuple[int, ...]
     text_lengths: tuple[int, ...] | None
     guidance: float | None = None
+    guided: bool = False
     _programs: dict[tuple[int, int | None, bool], Any] = dataclasses.field(default_factory=dict)
     _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
@@ -60,7 +62,8 @@ class Sampler:
     def action_sampler(self) -> ActionSampler:
         """How chunks are drawn. Raises UsageError if `guidance` is given and the model has no indicator."""
         own = self.objective.action_sampler
-        return own if self.guidance is None else with_guidance(own, self.guidance)
+        own = own if self.guidance is None else with_guidance(own, self.guidance)
+        return dataclasses.replace(own, max_delay=0) if self.guided and isinstance(own, FlowSampler) else own
 
     @property
     def flow(self) -> FlowSampler | None:

@@ -79,6 +79,6 @@ def as_flow(sampler: ActionSampler) -> FlowSampler:
     if not isinstance(sampler, FlowSampler):
         raise UsageError(
             f"real-time chunking guides the velocity of a flow, but {type(sampler).__name__}, which this policy's "
-            "objective needs, has none; omit --real-time-delay, or use --ensemble to join chunks"
+            "objective needs, has none; in `eval` give --real-time-method none, or use --ensemble to join chunks"
         )
     return sampler

@@ -216,20 +216,19 @@ def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Call
         raise UsageError(f"--execute {execute}: the policy's chunks have {ahead} actions")
     if request.ensemble is not None and request.real_time_delay is not None:
         raise UsageError("--ensemble and --real-time-delay are two ways to join chunks: give one of them")
-    if request.real_time_guidance is not None and request.real_time_delay is None:
-        raise UsageError(
-            f"--real-time-guidance {request.real_time_guidance:g} is for real-time chunking: give --real-time-delay"
-        )
+    for flag, value in (("guidance", request.real_time_guidance), ("method", request.real_time_method)):
+        if value is not None and request.real_time_delay is None:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(f"--real-time-{flag} {shown} is for real-time chunking: give --real-time-delay")
     if request.real_time_delay is not None:
-        as_flow(policy.sampler.action_sampler)
-        most = MAX_GUIDANCE if request.real_time_guidance is None else request.real_time_guidance
         real_time = functools.partial(
             ActingInRealTime,
-            policy,
+            _by_method(request, policy),
             config.env,
             delay=request.real_time_delay,
             execute=execute,
-            max_guidance=most,
+            max_guidance=MAX_GUIDANCE if request.real_time_guidance is None else request.real_time_guidance,
+            joins=request.real_time_method != "none",
         )
         with reported_as(UsageError):
             real_time()
@@ -238,6 +237,29 @@ def _begin(request: EvaluateRequest, policy: Policy, config: ClosedLoop) -> Call
     if request.ensemble is not None:
         return lambda: Ensembled(acting, request.ensemble or 0.0, execute)
     return lambda: acting
+
+
+def _by_method(request: EvaluateRequest, policy: Policy) -> Policy:
+    """The policy, with its chunks joined as the flags say. Raises UsageError if it cannot join them so."""
+    method = request.real_time_method
+    if method == "none":
+        wrong = request.real_time_guidance is not None
+    else:
+        trained_for = as_flow(policy.sampler.action_sampler).max_delay
+        if method == "trained" and not trained_for:
+            raise UsageError(
+                "--real-time-method trained is for a policy that was trained with --objective.max-delay; this one was "
+                "not: give guided"
+            )
+        wrong = request.real_time_guidance is not None and trained_for > 0 and method != "guided"
+    if wrong:
+        raise UsageError(
+            f"--real-time-guidance {request.real_time_guidance:g} is for chunks that are joined by guidance: give "
+            "--real-time-method guided, or leave it out"
+        )
+    if method != "guided":
+        return policy
+    return dataclasses.replace(policy, sampler=dataclasses.replace(policy.sampler, guided=True, _programs={}))
 
 
 def _settings(request: EvaluateRequest) -> dict[str, Any]:

@@ -54,6 +54,7 @@ _OF_POLICIES = (
         "execute",
         "ensemble",
         "real_time_delay",
+        "real_time_method",
         "real_time_guidance",
         "max_steps",
         "videos",

@@ -210,8 +210,11 @@ class EvaluateRequest(EnvFlags):
     execute: int | None = at_least(1, None)
     # Temporal ensembling with weights exp(-M i), such as 0.01.
     ensemble: Annotated[float | None, arg(metavar="M")] = None
-    # Real-time chunking: control steps until a chunk is ready.
+    # Control steps until a chunk is ready; meanwhile the one before is executed.
     real_time_delay: int | None = at_least(0, None)
+    # How such a chunk continues the one before: not at all, by guidance, or as trained with --objective.max-delay.
+    # None: as trained, or else by guidance.
+    real_time_method: Literal["none", "guided", "trained"] | None = None
     # Its largest guidance towards the chunk before; None: 5, as in the paper (LeRobot: 10).
     real_time_guidance: float | None = None
     # Control steps before an episode has failed; None: the run's number, or the environment's own.

@@ -97,6 +97,14 @@ def test_in_real_time_a_chunk_begins_to_be_carried_out_after_its_delay():
     assert found.tolist() == [[0, 1, 2, 3, 102, 103, 202, 203, 302, 303]]
 
 
+def test_without_real_time_chunking_the_same_chunks_are_carried_out_and_no_question_has_a_target():
+    policy, asked = scripted(0)
+    acting = ActingInRealTime(policy, following.Follow(), delay=2, execute=2, joins=False)
+    found = numbers(following.executed(acting, execute=2, steps=10, rows=1))
+    assert found.tolist() == [[0, 1, 2, 3, 102, 103, 202, 203, 302, 303]]
+    assert [len(one) for one in asked] == [1] * 5
+
+
 def test_the_largest_guidance_may_be_another_above_0():
     policy, asked = scripted(0)
     acting = ActingInRealTime(policy, following.Follow(), delay=2, execute=2, max_guidance=10.0)

@@ -79,15 +79,29 @@ def test_chunks_may_be_joined_in_two_ways_but_not_in_both(trained, tmp_path, mon
     request = EvaluateRequest(checkpoint=str(trained[0]), experiment=NAME, held_out=0, episodes=2, batch_size=4)
     plain = outcomes(evaluate_policy.run(_with(request, out=tmp_path / "plain", seed=1)))
     steps = {"plain": [episode["steps"] for episode in plain["episodes"]]}
-    for name, option in {"ensemble": {"ensemble": 0.1}, "real_time": {"real_time_delay": 1}}.items():
+    ways = {
+        "ensemble": {"ensemble": 0.1},
+        "real_time": {"real_time_delay": 1},
+        "none": {"real_time_delay": 1, "real_time_method": "none"},
+    }
+    for name, option in ways.items():
         found = outcomes(evaluate_policy.run(_with(request, out=tmp_path / name, seed=1, **option)))
         assert found["settings"]["ensemble"] == option.get("ensemble")
         steps[name] = [episode["steps"] for episode in found["episodes"]]
     assert steps["plain"] != steps["ensemble"] and steps["plain"] != steps["real_time"]
+    assert steps["none"] != steps["real_time"]
     with pytest.raises(UsageError, match="give one of them"):
         evaluate_policy.run(_with(request, out=tmp_path, ensemble=0.1, real_time_delay=1))
     with pytest.raises(UsageError, match=r"--real-time-guidance 10 .*--real-time-delay"):
         evaluate_policy.run(_with(request, out=tmp_path, real_time_guidance=10.0))
+    with pytest.raises(UsageError, match=r"--real-time-method none is for .*: give --real-time-delay"):
+        evaluate_policy.run(_with(request, out=tmp_path, real_time_method="none"))
+    with pytest.raises(UsageError, match=r"a policy that was trained with --objective.max-delay; .*: give guided"):
+        evaluate_policy.run(_with(request, out=tmp_path, real_time_delay=1, real_time_method="trained"))
+    with pytest.raises(UsageError, match=r"--real-time-guidance 10 is for chunks that are joined by guidance"):
+        evaluate_policy.run(
+            _with(request, out=tmp_path, real_time_delay=1, real_time_method="none", real_time_guidance=10.0)
+        )
     with pytest.raises(UsageError, match="the delay may be at most 5"):
         evaluate_policy.run(_with(request, out=tmp_path, real_time_delay=6))
     with pytest.raises(UsageError, match=r"--execute 99: the policy's chunks have \d+ actions"):

@@ -149,6 +149,11 @@ def test_a_policy_that_was_trained_with_delays_continues_the_first_actions_and_r
     held = policy.sampler.sample([prepared.row], [7], policy._towards([prepared]))
     np.testing.assert_allclose(held[0, :2, :2], following.in_the_models_units(PREFIX[:2], STATE), rtol=1e-6)
     np.testing.assert_allclose(held[0, 2:], normalised[0, 2:], rtol=1e-5, atol=1e-5)
+    sampler = dataclasses.replace(policy.sampler, guided=True, _programs={})
+    guided = dataclasses.replace(policy, sampler=sampler)
+    assert guided.metadata["real_time_chunking"]["method"] == "guided"
+    answer = guided.infer({"state": STATE, "prefix": PREFIX, "delay": 3}, draw=7)
+    np.testing.assert_allclose(answer["actions"], expected(7, PREFIX, 3), atol=2e-4)
     with pytest.raises(ValueError, match="a delay of 3 control steps: the policy was trained with at most 2"):
         ActingInRealTime(policy, following.Follow(), delay=3, execute=1)
 
