@@ -24,7 +24,9 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-Infer = Callable[[dict[str, Any]], Mapping[str, Any]]
+# An observation, an answer, or the metadata, as openpi's client has them.
+Message = Mapping[str, Any]
+Infer = Callable[[dict[str, Any]], Message]
 # Latencies that the forecast of the next one is made from.
 _RECENT = 50
 
@@ -73,7 +75,7 @@ class AsynchronousActor:
     def __init__(
         self,
         infer: Infer,
-        metadata: Mapping[str, Any],
+        metadata: Message,
         *,
         robot_hz: float | None = None,
         execute: int | None = None,
@@ -98,7 +100,7 @@ class AsynchronousActor:
         self._execute = int(metadata["num_executed"] if execute is None else execute)
         if self._execute < 1:
             raise ValueError(f"execute {self._execute} must be at least 1")
-        self._way: Mapping[str, Any] | None = metadata.get("real_time_chunking")
+        self._way: Message | None = metadata.get("real_time_chunking")
         self._differences = None if differences is None else np.asarray(differences, bool)
         self._quantile = quantile
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="infer")
@@ -124,20 +126,20 @@ class AsynchronousActor:
         # Rounding of the clock's differences is no control step.
         return math.ceil(latency_s * self._policy_hz - 1e-6)
 
-    def warm_up(self, observation: Mapping[str, Any], times: int = 3) -> None:
+    def warm_up(self, observation: Message, times: int = 3) -> None:
         """Ask before the robot moves: the server compiles at the first request of a kind. Measures the latency.
 
         The answers are not used, since the observation is old when the robot starts. The first of each kind is not
         measured.
         """
-        answer = self._timed(dict(observation))[0]
+        answer = self._timed(observation)[0]
         for number in range(times):
             request = self._request(observation, np.asarray(answer["actions"], np.float32), 0)
             answer, latency_s = self._timed(request)
             if number:
                 self._latencies.append(latency_s)
 
-    def act(self, observation: Mapping[str, Any]) -> np.ndarray:
+    def act(self, observation: Message) -> np.ndarray:
         """The action [a] for this tick, float32. Call it once per tick.
 
         The observation is sent if it is time for the next chunk. The first call waits for its chunk. Raises whatever
@@ -145,7 +147,7 @@ class AsynchronousActor:
         """
         if self._plan is None:
             self._asked = None
-            answer, latency_s = self._timed(dict(observation))
+            answer, latency_s = self._timed(observation)
             self._latencies.append(latency_s)
             self._take(np.asarray(answer["actions"], np.float32), self._tick, delay=0)
         else:
@@ -157,9 +159,9 @@ class AsynchronousActor:
         """End the thread, without waiting for a request under way."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _timed(self, request: dict[str, Any]) -> tuple[Mapping[str, Any], float]:
+    def _timed(self, request: Message) -> tuple[Message, float]:
         started = self._clock()
-        answer = self._infer(request)
+        answer = self._infer(dict(request))
         return answer, self._clock() - started
 
     def _place(self, plan: _Plan, tick: int) -> float:
@@ -181,7 +183,7 @@ class AsynchronousActor:
         self.counts.chunks += 1
         self.counts.late_chunks += self._place(self._plan, self._tick) > delay
 
-    def _ask(self, observation: Mapping[str, Any]) -> None:
+    def _ask(self, observation: Message) -> None:
         """Ask for the next chunk if it is time to."""
         plan = self._plan
         assert plan is not None
@@ -193,9 +195,9 @@ class AsynchronousActor:
         request = self._request(observation, left, delay)
         self._asked = self._executor.submit(self._timed, request), self._tick, delay
 
-    def _request(self, observation: Mapping[str, Any], left: np.ndarray, delay: int) -> dict[str, Any]:
+    def _request(self, observation: Message, left: np.ndarray, delay: int) -> Message:
         if self._way is None:
-            return dict(observation)
+            return observation
         return {**observation, "prefix": left[: self._way["max_prefix"]], "delay": delay}
 
     def _next(self) -> np.ndarray:
@@ -217,7 +219,7 @@ class AsynchronousActor:
 
 def act_at_rate(
     actor: AsynchronousActor,
-    observe: Callable[[], Mapping[str, Any]],
+    observe: Callable[[], Message],
     move: Callable[[np.ndarray], None],
     *,
     num_ticks: int,
