@@ -60,12 +60,13 @@ class AsynchronousActor:
 
     Args:
         infer: sends an observation and returns the answer with `actions` [h, a]; called in one thread at a time.
-        metadata: the server's: `control_hz`, `num_executed` and `real_time_chunking` are read.
+        metadata: the server's: `control_hz`, `num_executed`, `action_names` and `real_time_chunking` are read.
         robot_hz: ticks per second; None: the policy's `control_hz`. Between two actions of a slower policy the robot
             moves on a straight line.
         execute: control steps between two requests; None: the server's `num_executed`. Requests come earlier where the
             chunk would end before the answer is there.
-        differences: for each action dim, whether it is a difference and not a target: then 0 holds the robot.
+        differences: for each action dim, whether it is a difference and not a target; None: as their names say
+            (`delta_...`). The robot is held by 0 in these dims, and in velocities (`..._per_s`).
         quantile: share of the recent latencies that the forecast covers.
         clock: seconds, for measuring latencies; executor: runs `infer`. Tests give their own.
 
@@ -90,10 +91,17 @@ class AsynchronousActor:
             raise ValueError(
                 f"robot_hz {self._robot_hz:g} must be at least {self._policy_hz:g}, the rate of the policy's actions"
             )
-        if differences is not None and any(differences) and self._robot_hz != self._policy_hz:
+        names: Sequence[str] = metadata.get("action_names", ())
+        is_difference = [name.startswith("delta_") for name in names] if differences is None else list(differences)
+        if names and is_difference and len(is_difference) != len(names):
+            raise ValueError(f"differences has {len(is_difference)} values; the actions are {', '.join(names)}")
+        if any(is_difference) and self._robot_hz != self._policy_hz:
             raise ValueError(
-                f"actions that are differences cannot be interpolated: give robot_hz {self._policy_hz:g}, or none"
+                f"robot_hz {self._robot_hz:g}: actions that are differences cannot be interpolated. Give "
+                f"{self._policy_hz:g}, or none; or `differences`, if the names of the actions say it wrongly"
             )
+        is_velocity = [name.endswith("_per_s") for name in names] or [False] * len(is_difference)
+        self._is_motion = np.logical_or(is_difference or is_velocity, is_velocity)
         if not 0 < quantile <= 1:
             raise ValueError(f"quantile {quantile:g} must be above 0 and at most 1")
         self._infer, self._clock = infer, clock
@@ -101,7 +109,6 @@ class AsynchronousActor:
         if self._execute < 1:
             raise ValueError(f"execute {self._execute} must be at least 1")
         self._way: Message | None = metadata.get("real_time_chunking")
-        self._differences = None if differences is None else np.asarray(differences, bool)
         self._quantile = quantile
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="infer")
         self._latencies: collections.deque[float] = collections.deque(maxlen=_RECENT)
@@ -201,7 +208,7 @@ class AsynchronousActor:
         return {**observation, "prefix": left[: self._way["max_prefix"]], "delay": delay}
 
     def _next(self) -> np.ndarray:
-        """The plan's action at this tick; beyond its end, the last one again, or 0 in dims that are differences."""
+        """The plan's action at this tick; beyond its end, the last one again, or 0 in dims that are a motion."""
         plan = self._plan
         assert plan is not None
         place = self._place(plan, self._tick)
@@ -214,7 +221,7 @@ class AsynchronousActor:
         self._is_held = True
         self.counts.held_ticks += 1
         last = plan.actions[-1]
-        return last.copy() if self._differences is None else np.where(self._differences, np.float32(0), last)
+        return np.where(self._is_motion, np.float32(0), last) if self._is_motion.size else last.copy()
 
 
 def act_at_rate(

@@ -55,10 +55,11 @@ class LaterExecutor(concurrent.futures.Executor):
 class Script:
     """A policy of 10 Hz and chunks of 8. `latency_s` gives the seconds that each question takes, the last for all."""
 
-    def __init__(self, *latency_s, horizon=8, way=GUIDED, **options):
+    def __init__(self, *latency_s, horizon=8, way=GUIDED, names=(), **options):
         self.clock, self.latency_s, self.horizon = Clock(), latency_s, horizon
         self.asked = []
         metadata = {"control_hz": 10.0, "num_executed": 4, "real_time_chunking": way}
+        metadata |= {"action_names": list(names)} if names else {}
         self.actor = AsynchronousActor(
             self.infer, metadata, clock=self.clock, executor=LaterExecutor(self.clock), **options
         )
@@ -151,9 +152,21 @@ def test_a_robot_is_held_at_its_last_action_until_the_chunk_comes_and_goes_on_wh
     ) == 1
 
 
-def test_what_is_a_difference_is_0_while_the_robot_is_held():
-    script = Script(0.1, 9.0, differences=(True, False))
-    assert script.ticks(11)[7:].tolist() == [[7, 0], [0, 0], [0, 0], [0, 0]]
+@pytest.mark.parametrize(
+    ("names", "options", "held"),
+    [
+        ((), {}, [8, 1]),
+        ((), {"differences": (True, False)}, [0, 1]),
+        (("delta_x_m", "gripper_fraction"), {}, [0, 1]),
+        (("delta_x_m", "gripper_fraction"), {"differences": (False, False)}, [8, 1]),
+        (("x_m", "joint_0_rad_per_s"), {}, [8, 0]),
+        (("x_m", "joint_0_rad_per_s"), {"differences": (True, False)}, [0, 0]),
+    ],
+)
+def test_what_is_a_motion_is_0_while_the_robot_is_held(names, options, held):
+    script = Script(0.1, 0.1, 9.0, names=names, execute=1, **options)
+    found = script.ticks(13)
+    assert found[8:].tolist() == [[8, 1], *[held] * 4]
 
 
 @pytest.mark.parametrize(("robot_hz", "latency_s"), [(50, 0.0), (50, 0.13), (25, 0.2), (30, 0.3), (10, 0.1)])
@@ -214,7 +227,9 @@ def test_ticks_keep_the_robots_rate_and_make_none_up():
     ("options", "says"),
     [
         ({"robot_hz": 5}, "robot_hz 5 must be at least 10"),
-        ({"robot_hz": 20, "differences": (True,)}, "differences cannot be interpolated: give robot_hz 10"),
+        ({"robot_hz": 20, "differences": (True,)}, "robot_hz 20: actions that are differences cannot be interpolated"),
+        ({"robot_hz": 20, "names": ("delta_x_m",)}, "robot_hz 20: actions that are differences cannot be interpolated"),
+        ({"differences": (True,), "names": ("x_m", "y_m")}, "differences has 1 values; the actions are x_m, y_m"),
         ({"quantile": 0}, "quantile 0 must be above 0"),
         ({"execute": 0}, "execute 0 must be at least 1"),
     ],
