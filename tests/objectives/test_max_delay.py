@@ -178,6 +178,7 @@ def built():
     return models()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pi0", "pi05", "smolvla"])
 def test_equal_times_of_all_actions_are_the_time_of_the_chunk_and_a_time_of_its_own_changes_the_velocity(built, name):
     model, seen = built[name]
@@ -196,6 +197,7 @@ def test_equal_times_of_all_actions_are_the_time_of_the_chunk_and_a_time_of_its_
     assert (np.abs(other - plain)[:, 1, 0].max(axis=-1) > 1e-4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pi0", "pi05", "smolvla"])
 def test_the_token_of_an_action_has_the_time_of_that_action(built, name):
     """Actions do not meet before the first layer: there each is what it would be in a chunk of its time alone."""
