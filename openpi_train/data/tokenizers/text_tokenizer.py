@@ -24,8 +24,8 @@ _SPECIAL, _TEMPLATE, _OLD_TEMPLATE = "special_tokens_map.json", "chat_template.j
 # What is read of the folder.
 FILES = (TOKENIZER, CONFIG, _SPECIAL, _TEMPLATE, _OLD_TEMPLATE)
 # What is kept in checkpoints: also files that other programs read of a published model.
-_GENERATION = "generation_config.json"
-_OF_THE_MODEL = ("config.json", _GENERATION)
+GENERATION = "generation_config.json"
+_OF_THE_MODEL = ("config.json", GENERATION)
 KEPT = (*FILES, *_OF_THE_MODEL, "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
 _PROBE = "a"
 _HOW = "--data.tokenizer takes a folder with a tokenizer.json, or hub:USER/NAME"
@@ -97,6 +97,12 @@ class TextTokenizer:
             if role.endswith("_token") and isinstance(text, str):
                 found[role] = text
         return found
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by role, of those that are in the vocabulary."""
+        found = {role: self._tokenizer.token_to_id(text) for role, text in self.special_tokens.items()}
+        return {role: token for role, token in found.items() if token is not None}
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -201,9 +207,9 @@ def end_tokens(tokenizer: TextTokenizer) -> tuple[int, ...]:
     """
     found = [] if tokenizer.eos is None else [tokenizer.eos]
     try:
-        said = json.loads(tokenizer.files.get(_GENERATION, b"{}")).get("eos_token_id")
+        said = json.loads(tokenizer.files.get(GENERATION, b"{}")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise UsageError(f"{tokenizer.name}: {_GENERATION} is damaged ({error}); fetch it again") from error
+        raise UsageError(f"{tokenizer.name}: {GENERATION} is damaged ({error}); fetch it again") from error
     found += said if isinstance(said, list) else [said]
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 

@@ -3,6 +3,7 @@
     config.json                            sizes and kinds (`models/language/hf_config.py`)
     model.safetensors                      the tensors, or several files and model.safetensors.index.json
     tokenizer.json, tokenizer_config.json, chat_template.jinja, ...    copied unchanged
+    generation_config.json                 copied; the tokens that end an answer are added if no file names them
 
 PyTorch has a tensor per layer, weights as [outputs, inputs], and heads merged. Read next: `torch_names.py`, which
 assembles parameters from tensors, and `safetensors_file.py`.
@@ -17,7 +18,7 @@ from typing import Any
 
 from openpi_train.data.core.files import write_json
 from openpi_train.data.core.hub import SCHEME, hub_folder
-from openpi_train.data.tokenizers.text_tokenizer import KEPT
+from openpi_train.data.tokenizers.text_tokenizer import GENERATION, KEPT, end_tokens, load_text_tokenizer
 from openpi_train.interop import native_format, safetensors_file
 from openpi_train.interop.checkpoint_tokenizer import copy_token_files
 from openpi_train.interop.openpi_torch import joined_params, layouts_of, refuse_factors
@@ -175,6 +176,8 @@ def prepare(stored: Stored, model: ModelConfig | None = None) -> Writer:
         known = json.loads((directory / CONFIG).read_bytes()) if (directory / CONFIG).is_file() else {}
         if not _describes(known, language, config):
             write_json(directory / CONFIG, {key: known[key] for key in _TOKEN_IDS if key in known} | config)
+        if not isinstance(model, RewardConfig) and (directory / TOKENIZER).is_file():
+            _write_end_tokens(directory)
         with tensors_of(stored.params, directory, hf_layout) as tensors:
             safetensors_file.write_model(directory, tensors, metadata={"format": "pt"})
 
@@ -194,6 +197,31 @@ def hf_layout(published: str, shape: tuple[int, ...]) -> TensorLayout:
 def written_part(model: ModelConfig) -> ModelConfig:
     """What is written of a model: of a policy and its reference the policy, else all of it."""
     return model.policy if isinstance(model, AccompaniedConfig) else model
+
+
+def _write_end_tokens(directory: Path) -> None:
+    """Name the tokens that end a completion in generation_config.json, unless files of the folder do.
+
+    Without them transformers takes those of the family's default, which are another vocabulary's. Raises
+    CheckpointError if the tokenizer cannot be read.
+    """
+    config, said = (
+        json.loads((directory / file).read_bytes()) if (directory / file).is_file() else {}
+        for file in (CONFIG, GENERATION)
+    )
+    if said.get("eos_token_id") is not None:
+        return
+    try:
+        tokenizer = load_text_tokenizer(str(directory))
+        ends, others = end_tokens(tokenizer), tokenizer.special_ids
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    known = config.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if not set(ends) <= set(known):
+        found = list(dict.fromkeys([*ends, *known]))
+        own = {f"{role}_id": others[role] for role in ("bos_token", "pad_token") if role in others}
+        write_json(directory / GENERATION, own | said | {"eos_token_id": found if len(found) > 1 else found[0]})
 
 
 def _describes(known: JsonObject, model: LanguageConfig, config: JsonObject) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import transformers
 from exchanged import TINY
 from flax import nnx
 
@@ -218,6 +219,47 @@ def test_another_type_or_context_is_said_in_a_config_of_its_own(tmp_path, folder
     assert (config["torch_dtype"], config["max_position_embeddings"]) == (dtype, context_length)
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (2, 1, 0)
     assert model_of(str(tmp_path / "out")) == experiment.model
+
+
+def written_ends(tmp_path, folder, tokenizer, *, config=None, generation=None) -> dict:
+    """What transformers takes of a folder that was written from one with these files, beyond its defaults."""
+    words = {"</s>": 0, "<|end|>": 1, "<pad>": 2, **{f"t{at}": at for at in range(3, 32)}}
+    said = {"model": {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    own = json.loads((folder / "config.json").read_text())
+    own = {key: value for key, value in own.items() if not key.endswith("_token_id")}
+    (folder / "config.json").write_text(json.dumps({**own, **(config or {})}))
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    model = model_of(str(folder))
+    huggingface.write(tmp_path / "out", open_checkpoint(folder, model), model)
+    try:
+        found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    except OSError:  # transformers then asks config.json
+        found = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    return {role: getattr(found, f"{role}_token_id") for role in ("eos", "bos", "pad")}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "config", "generation", "expected"),
+    [
+        ({"eos_token": "</s>"}, {}, None, (0, None, None)),
+        ({"eos_token": "<|end|>", "bos_token": "</s>", "pad_token": "<pad>"}, {}, {"do_sample": True}, (1, 0, 2)),
+        ({"eos_token": "<|end|>"}, {"eos_token_id": 0}, None, ([1, 0], None, None)),
+        ({"eos_token": "</s>"}, {"eos_token_id": [0, 3]}, None, ([0, 3], 1, None)),  # the file is not written
+        ({"eos_token": "</s>"}, {}, {"eos_token_id": 5}, (5, None, None)),
+    ],
+)
+def test_transformers_is_told_which_tokens_end_an_answer(tmp_path, folder, tokenizer, config, generation, expected):
+    found = written_ends(tmp_path, folder, tokenizer, config=config, generation=generation)
+    assert (found["eos"], found["bos"], found["pad"]) == expected
+
+
+def test_a_tokenizer_without_an_end_leaves_transformers_its_own(tmp_path, folder):
+    written_ends(tmp_path, folder, {})
+    assert not (tmp_path / "out" / "generation_config.json").exists()
 
 
 def test_an_adapter_starts_fresh_on_published_weights_and_is_folded_in_to_be_written(tmp_path, folder):
