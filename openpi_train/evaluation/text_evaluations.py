@@ -18,8 +18,10 @@ import jax
 import numpy as np
 
 from openpi_train.data.core.files import write_text
+from openpi_train.data.core.interface import OpenedData
 from openpi_train.data.text.answer_scores import AnswerScore, score_named
 from openpi_train.data.text.opened_texts import OpenedText
+from openpi_train.data.text.prompt_records import PromptRecord, trl_arguments
 from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_prompts import TextPrompt
 from openpi_train.evaluation.completer import Completer
@@ -60,6 +62,7 @@ class CompletionScores(Measure):
         self._running, self._samples, self._num_written = running, config.samples, config.num_written
         tokenizer, prompts = _held_out_prompts(running, config.num_prompts)
         self._scores = _usable([score_named(name) for name in config.scores], prompts)
+        self._records = _records(running.data, prompts, self._scores)
         how: Any = {"samples": config.samples, "rows_per_device": config.completions_per_device}
         self._completer = Completer(running, tokenizer, prompts, config.sampling, **how)
 
@@ -83,26 +86,35 @@ class CompletionScores(Measure):
         return f"completions of held-out prompts{weights}: {'; '.join(told)}" if told else None
 
     def _scored(self, found: Sequence[NewText]) -> np.ndarray:
-        """The scores of all completions, float64 [completions, scores]."""
-        index, count = jax.process_index(), jax.process_count()
+        """The scores of all completions, float64 [completions, scores]; NaN for none."""
+        index, count, prompts = jax.process_index(), jax.process_count(), self._completer.prompts
         mine, problem = [], None
         try:
-            for number in range(index, len(found), count):
-                prompt = self._completer.prompts[number // self._samples]
-                mine.append([score(prompt.text, found[number].text, prompt.reference) for score in self._scores])
+            for number in range(index, len(prompts), count):
+                prompt, own = prompts[number], found[number * self._samples : (number + 1) * self._samples]
+                texts, arguments = [one.text for one in own], {}
+                if self._records is not None:
+                    arguments = trl_arguments(self._records[number], texts, [_ids(one) for one in own])
+                mine.append(
+                    [score.of_prompt(prompt.text, prompt.reference, texts, arguments) for score in self._scores]
+                )
         except UsageError as error:
-            logger.warning("scoring has failed", exc_info=error)
+            logger.warning("scoring has failed", exc_info=error.__cause__ or error)
             problem = str(error)
         parts = agree.gather("scores of completions", {"scores": mine, "problem": problem})
         if problems := [part["problem"] for part in parts if part["problem"]]:
             raise UsageError(problems[0])
-        scores = np.zeros((len(found), len(self._scores)))
+        scores = np.full((len(prompts), len(self._scores), self._samples), np.nan)
         for number, part in enumerate(parts):
-            scores[number::count] = np.reshape(part["scores"], (len(part["scores"]), len(self._scores)))
-        return scores
+            scores[number::count] = np.array(part["scores"], np.float64).reshape(scores[number::count].shape)
+        for score, values in zip(self._scores, scores.transpose(1, 0, 2), strict=True):
+            if np.isnan(values).all():
+                raise UsageError(f"the score {score.name} returned None for every completion; needed are numbers")
+        return scores.transpose(0, 2, 1).reshape(len(found), len(self._scores))
 
     def _metrics(self, found: Sequence[NewText], scores: np.ndarray) -> dict[str, float]:
-        values = {score.name: float(mean) for score, mean in zip(self._scores, scores.mean(axis=0), strict=True)}
+        means = np.nanmean(scores, axis=0)
+        values = {score.name: float(mean) for score, mean in zip(self._scores, means, strict=True)}
         if self._samples > 1 and self._scores:
             values |= self._rates(found, scores[:, 0] >= 1)
         return {
@@ -136,7 +148,10 @@ class CompletionScores(Measure):
                     "text": found[row].text,
                     "finish_reason": found[row].tokens.finish_reason,
                     "tokens": len(found[row].tokens.tokens),
-                    "scores": dict(zip(names, scores[row].tolist(), strict=True)),
+                    "scores": {
+                        name: None if math.isnan(value) else value
+                        for name, value in zip(names, scores[row].tolist(), strict=True)
+                    },
                 }
                 for row in range(number * self._samples, (number + 1) * self._samples)
             ]
@@ -156,6 +171,31 @@ def _usable(scores: Sequence[AnswerScore], prompts: Sequence[TextPrompt]) -> lis
             " and no ".join(left_out),
         )
     return found
+
+
+def _records(
+    data: OpenedData, prompts: Sequence[TextPrompt], scores: Sequence[AnswerScore]
+) -> list[PromptRecord] | None:
+    """The records of the prompts if a score of TRL's form is given them, else None. Raises UsageError if none has what
+    it takes.
+    """
+    forms = [(score.name, score.form) for score in scores if score.form is not None]
+    if not forms:
+        return None
+    assert isinstance(data, OpenedText)
+    try:
+        records = data.held_out_records(prompts)
+    except ValueError as error:
+        raise UsageError(f"the score {forms[0][0]} is of TRL's form, which is given prompts: {error}") from error
+    for name, form in forms:
+        if problem := form.problem(records[0].columns):
+            raise UsageError(f"the score {name}: {problem}")
+    return records
+
+
+def _ids(new: NewText) -> list[int]:
+    """The tokens of a completion, with the one that ended it."""
+    return [*new.tokens.tokens, *([new.tokens.ending[0]] if new.tokens.ending else [])]
 
 
 def _held_out_prompts(running: EvaluationContext, num_prompts: int) -> tuple[Any, list[TextPrompt]]:
@@ -223,8 +263,8 @@ class TextEvaluations(Evaluations):
     samples: int = at_least(1, 1)
     # How completions are sampled, and where they end.
     sampling: SamplingSettings = dataclasses.field(default_factory=lambda: SamplingSettings(temperature=0.0))
-    # What completions are scored by: exact_match, number_match, or a function file.py:function(prompt, completion,
-    # reference). Of several completions the first score says which are right.
+    # What completions are scored by: exact_match, number_match, regex:PATTERN, or a function file.py:function(prompt,
+    # completion, reference), or one written for TRL. Of several completions the first score says which are right.
     scores: tuple[str, ...] = ("exact_match",)
     # Prompts whose completions are written to eval/<step>/samples.jsonl.
     num_written: int = at_least(0, 16)

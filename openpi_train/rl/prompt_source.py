@@ -8,7 +8,7 @@ import numpy as np
 
 from openpi_train.data.core.mixture import Mixture
 from openpi_train.data.text.opened_texts import OpenedText
-from openpi_train.data.text.prompt_records import PromptRecord, prompt_records
+from openpi_train.data.text.prompt_records import PromptRecord, prompt_records, with_all_columns
 from openpi_train.data.text.text_data import TextData
 from openpi_train.data.text.text_prompts import TextPrompt, prompt_of
 from openpi_train.runtime.exits import DataError
@@ -82,10 +82,9 @@ class PromptSource:
             prompt_records(dataset, member.store, samples, offline=config.offline)
             for dataset, member, samples in zip(config.datasets, self._members, self._samples, strict=True)
         ]
-        columns = {name: None for records in self._records for one in records for name in one.columns}
-        for records in self._records:  # what a record of JSON lines lacks is null, as in tables
-            records[:] = [PromptRecord(one.prompt, {**columns, **one.columns}) for one in records]
-        return frozenset(columns)
+        every = iter(with_all_columns([one for records in self._records for one in records]))
+        self._records = [[next(every) for _ in records] for records in self._records]
+        return frozenset(name for records in self._records for one in records[:1] for name in one.columns)
 
     def record(self, prompt_id: int) -> PromptRecord | None:
         """The record of the prompt of this number; None before `read_records`."""

@@ -6,7 +6,7 @@ All devices of all processes compute together, as in training. Read next: `evalu
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 from openpi_train.checkpoints import checkpoint_formats
 from openpi_train.command_line import EnvFlags, changed_flags
 from openpi_train.data.core.files import write_json
+from openpi_train.data.text.answer_scores import score_named
 from openpi_train.data.text.opened_texts import OpenedText
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.evaluation.held_out_loss import HeldOutLoss
@@ -35,6 +36,7 @@ from openpi_train.parallel.devices import Devices
 from openpi_train.parallel.strategy import Plan
 from openpi_train.policy.restore import open_run, restored
 from openpi_train.policy.text_model import MAX_LENGTH, stored_dtype
+from openpi_train.rl.text_rl import TextRL
 from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest, given_fields
 from openpi_train.training.metrics import json_number
@@ -193,6 +195,8 @@ def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experim
     own = experiment.eval if isinstance(experiment.eval, TextEvaluations) else TextEvaluations()
     num_prompts = texts.num_prompts if texts.num_prompts is not None else own.num_prompts or _NUM_PROMPTS
     sampled = given_fields(texts, "temperature", "top_k", "top_p", "max_new_tokens", "stop")
+    if texts.scores is None and isinstance(experiment.rl, TextRL):
+        own = dataclasses.replace(own, scores=(*own.scores, *_rewards_of(experiment.rl, own.scores)))
     config = dataclasses.replace(
         own,
         **given_fields(texts, "num_rows", "samples", "scores"),
@@ -205,6 +209,21 @@ def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experim
         flags = [problem.replace("--eval.sampling.", "--").replace("--eval.", "--") for problem in problems]
         raise UsageError("\n".join(flags))
     return config
+
+
+def _rewards_of(rl: TextRL, known: Sequence[str]) -> list[str]:
+    """The rewards of a run that scores can be, besides those `known`; the others are told."""
+    found, names = [], {score_named(name).name for name in known}
+    for name in dict.fromkeys(reward.name for reward in rl.rewards):
+        try:
+            score = score_named(name)
+        except (ValueError, OSError, UsageError) as error:
+            logger.warning("the run's reward %s is not measured here: %s", name, error)
+            continue
+        if score.name not in names:
+            found.append(name)
+            names.add(score.name)
+    return found
 
 
 def in_flags_of_eval(told: str) -> str:

@@ -259,7 +259,8 @@ class EvaluateTextRequest(Request):
     num_prompts: int | None = at_least(0, None)
     # Completions of each prompt: the largest k of pass@k.
     samples: int | None = at_least(1, None)
-    # What completions are scored by: exact_match, number_match, or file.py:function.
+    # What completions are scored by: exact_match, number_match, regex:PATTERN, or file.py:function, as rewards are.
+    # None: the run's scores, and what it was rewarded for by functions and patterns.
     scores: tuple[str, ...] | None = None
     # Divisor of the logits; 0 always takes the most probable token.
     temperature: float | None = at_least(0, None)

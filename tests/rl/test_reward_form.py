@@ -11,10 +11,10 @@ import pytest
 
 from openpi_train import registry
 from openpi_train.data.text.prompt_records import PromptRecord
+from openpi_train.data.text.reward_form import form_of, signature_in
 from openpi_train.data.text.text_data import TextDataset
 from openpi_train.rl.rewards.function_reward import FunctionReward, file_problem
 from openpi_train.rl.rewards.judge import RewardComputer
-from openpi_train.rl.rewards.reward_form import form_of, signature_in
 from openpi_train.rl.rewards.text_reward import Completed, TextReward
 from openpi_train.runtime.exits import DataError
 

@@ -49,6 +49,27 @@ METRICS = (
 )
 
 
+def test_a_score_of_trls_form_is_given_the_columns_of_the_held_out_records(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENPI_TRAIN_HOME", str(tmp_path / "home"))
+    folder, texts, scores = write_model(tmp_path / "model"), tmp_path / "other.jsonl", tmp_path / "columns_of_test.py"
+    texts.write_text("".join(json.dumps({"question": f"{n}?", "answer": "x", "number": n}) + "\n" for n in range(5)))
+    scores.write_text(
+        "def number(prompts, completions, number, **kwargs):\n"
+        "    assert prompts == [f'{n}?' for n in number] and len(completions) == 2\n"
+        "    return [None if n == 0 else n for n in number]\n"
+        "def lacking(completions, truth):\n    return [0.0] * len(completions)\n"
+    )
+    how = {"data": str(texts), "columns": ("prompt=question", "completion=answer"), "samples": 2}
+    how |= {"temperature": 1.0, "max_new_tokens": 3}
+    values = evaluated(folder, tmp_path / "out", scores=(f"{scores}:number",), **how)
+    assert values["number"] == 2.5  # the mean of 1 to 4
+    assert sorted(
+        one["scores"]["number"] or 0 for line in samples(tmp_path / "out") for one in line["completions"]
+    ) == [*(0, 0, 1, 1, 2, 2, 3, 3, 4, 4)]
+    with pytest.raises(UsageError, match=r"the score lacking: it takes truth, and the dataset has no such column"):
+        evaluated(folder, tmp_path / "none", scores=(f"{scores}:lacking",), **how)
+
+
 def test_every_evaluation_measures_weights_and_average_and_writes_some_samples(base):
     found = evaluations(base)
     assert list(found) == [0, 2, 4]

@@ -21,6 +21,7 @@ from openpi_train.data.core.text_lengths import UNIT, choose_lengths, rounded, s
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.encoded_parts import bad_record, renamed
 from openpi_train.data.text.examples import COLUMNS, example_of
+from openpi_train.data.text.prompt_records import PromptRecord, prompt_records, with_all_columns
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, built_in_template, templates_of
 from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
@@ -52,11 +53,16 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedText(OpenedData):
-    """Opened texts. `validation` is None if nothing is held out; `words` is the tokenizer."""
+    """Opened texts. `validation` is None if nothing is held out; `words` is the tokenizer.
+
+    `held_out_files` are where the records of each of its members stand.
+    """
 
     train: TextRows
     validation: TextRows | None
     words: TextTokenizer
+    held_out_files: tuple[TextDataset, ...] = ()
+    offline: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -110,6 +116,17 @@ class OpenedText(OpenedData):
         """The prompts of the held-out texts with their references, always in the same order (`text_prompts.py`)."""
         return iter(()) if self.validation is None else prompts_of(self.validation, self.words)
 
+    def held_out_records(self, prompts: Sequence[TextPrompt]) -> list[PromptRecord]:
+        """The records of held-out prompts, which are read from their files. Raises as `prompt_records`."""
+        assert self.validation is not None
+        found: dict[tuple[int, int], PromptRecord] = {}
+        for number, (dataset, member) in enumerate(zip(self.held_out_files, self.validation.members, strict=True)):
+            samples = np.array([one.sample for one in prompts if one.member == number], np.int64)
+            if len(samples):
+                records = prompt_records(dataset, member.store, samples, offline=self.offline)
+                found |= {(number, sample): one for sample, one in zip(samples.tolist(), records, strict=True)}
+        return with_all_columns([found[one.member, one.sample] for one in prompts])
+
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
@@ -154,8 +171,9 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         )
     cut = TextCut(config.max_length, config.truncation)
     training = [_member(config, train, cut) for train, _ in splits]
-    held_out = [_member(config, held_out, cut) for _, held_out in splits if len(held_out.samples)]
-    held_out = [member for member in held_out if len(member)]
+    of_held_out = [(_member(config, one, cut), one.dataset) for _, one in splits if len(one.samples)]
+    of_held_out = [(member, dataset) for member, dataset in of_held_out if len(member)]
+    held_out = [member for member, _ in of_held_out]
     if empty := [member.name for member in training if not len(member)]:
         raise ValueError(f"no training texts in {', '.join(empty)}: check split, --data.validation-fraction, lengths")
     length = rounded(max(int(member.lengths.max()) for member in (*training, *held_out)), config.longest_row)
@@ -181,6 +199,8 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
         train=train.in_lengths(lengths) if len(lengths) > 1 else train,
         validation=rows(held_out, _VALIDATION_SEED) if held_out else None,
         words=tokenizer,
+        held_out_files=tuple(_held_out_dataset(dataset) for _, dataset in of_held_out),
+        offline=config.offline,
     )
     _report(opened)
     return opened
@@ -273,6 +293,14 @@ def _encoder(config: TextData, tokenizer: TextTokenizer) -> TextEncoder:
 def _held_out_place(dataset: TextDataset, validation: str) -> tuple[str, str | None]:
     """The path, and the split there, of a dataset's held-out texts."""
     return (validation, None) if names_a_path(validation) else (dataset.path, validation)
+
+
+def _held_out_dataset(dataset: TextDataset) -> TextDataset:
+    """The dataset whose files have its held-out texts: itself, if those are a fraction of it."""
+    if dataset.validation is None:
+        return dataset
+    path, split = _held_out_place(dataset, dataset.validation)
+    return dataclasses.replace(dataset, path=path, split=split, validation=None)
 
 
 def _check_model(config: TextData, model: Any, tokenizer: TextTokenizer) -> None:

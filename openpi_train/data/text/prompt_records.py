@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,25 @@ class PromptRecord:
 
     prompt: Text
     columns: Mapping[str, Any]
+
+
+def trl_arguments(
+    record: PromptRecord, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+) -> dict[str, list[Any]]:
+    """What functions of TRL's form may take of the completions of a prompt (`reward_form.py`), each a list of them."""
+    is_talk, count = not isinstance(record.prompt, str), len(completions)
+    return {
+        **{name: [value] * count for name, value in record.columns.items()},
+        "prompts": [record.prompt] * count,
+        "completions": [[{"role": "assistant", "content": text}] if is_talk else text for text in completions],
+        "completion_ids": [list(ids) for ids in completion_ids],
+    }
+
+
+def with_all_columns(records: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """The records, each with the columns of all: what one of JSON lines lacks is null, as in tables."""
+    columns = {name: None for one in records for name in one.columns}
+    return [PromptRecord(one.prompt, {**columns, **one.columns}) for one in records]
 
 
 def prompt_records(

@@ -18,7 +18,8 @@ class TextPrompt:
 
     `reference` is the text of the targets that follow, without special tokens; empty if there are none. `end` is the
     special token that ends it, which is not always the tokenizer's own (in conversations, that of a message); None if
-    there is none. `text` is that of the prompt's tokens, with special tokens. `place` names its file and line.
+    there is none. `text` is that of the prompt's tokens, with special tokens. `place` names its file and line;
+    `member` and `sample` are its dataset's number among the rows' members, and its own there.
     """
 
     tokens: tuple[int, ...]
@@ -26,6 +27,8 @@ class TextPrompt:
     reference: str
     end: int | None
     place: str
+    member: int = 0
+    sample: int = 0
 
 
 def prompts_of(rows: TextRows, tokenizer: TextTokenizer) -> Iterator[TextPrompt]:
@@ -45,7 +48,8 @@ def prompts_of(rows: TextRows, tokenizer: TextTokenizer) -> Iterator[TextPrompt]
                 if not prompt or prompt in seen or store.labels[sample] == _UNDESIRABLE:
                     continue
                 seen.add(prompt)
-                yield prompt_of(rows.members[member], sample, tokenizer)
+                found = prompt_of(rows.members[member], sample, tokenizer)
+                yield dataclasses.replace(found, member=member, sample=sample)
 
 
 def prompt_of(member: RowMember, sample: int, tokenizer: TextTokenizer) -> TextPrompt:

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.text.reward_form import GIVEN, NEEDED, TrlForm, form_of, signature_in
 from openpi_train.json_object import JsonObject
 from openpi_train.rl.rewards.process_group import end_group
-from openpi_train.rl.rewards.reward_form import GIVEN, NEEDED, TrlForm, form_of, signature_in
 from openpi_train.rl.rewards.reward_process import BOOT, clean_environment
 from openpi_train.runtime.exits import DataError
 

@@ -27,9 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, SupportsFloat
 
+from openpi_train.data.text.reward_form import TrlForm, form_of
 from openpi_train.json_object import JsonObject
 from openpi_train.rl.rewards.process_group import adopt_orphans, end_descendants, end_group, end_with_parent
-from openpi_train.rl.rewards.reward_form import TrlForm, form_of
 from openpi_train.runtime.exits import RunError
 from openpi_train.runtime.own_file import import_file
 

@@ -15,15 +15,14 @@ import abc
 import dataclasses
 import importlib.util
 import itertools
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from openpi_train.data.text.answer_scores import AnswerScore, known_scores
-from openpi_train.data.text.prompt_records import PromptRecord
+from openpi_train.data.text.answer_scores import AnswerScore, known_scores, regex_match, score_named
+from openpi_train.data.text.prompt_records import PromptRecord, trl_arguments
+from openpi_train.data.text.reward_form import TrlForm
 from openpi_train.rl.rewards.function_reward import FunctionReward, file_problem, trl_form
-from openpi_train.rl.rewards.reward_form import TrlForm
 from openpi_train.rl.rewards.reward_process import PACKAGED
 from openpi_train.runtime.exits import DataError
 from openpi_train.runtime.preempt import stop_noticed
@@ -73,16 +72,6 @@ class AnswerTerm(RewardFunction):
         return [self._score(one.prompt, one.text, one.reference) for one in completed]
 
 
-class RegexReward(RewardFunction):
-    """Whether a completion matches a regular expression as a whole."""
-
-    def __init__(self, pattern: str):
-        self._pattern = re.compile(pattern, re.DOTALL)
-
-    def __call__(self, completed: Sequence[Completed]) -> list[float | None]:
-        return [float(self._pattern.fullmatch(one.text.strip()) is not None) for one in completed]
-
-
 class OverlongTerm(RewardFunction):
     """Minus the share of the last `margin` tokens that a completion uses (Yu et al. 2025, DAPO, equation 13)."""
 
@@ -123,9 +112,9 @@ class TextReward:
             return [f"{flag}.weight {self.weight} must be a finite number"]
         if kind == "regex":
             try:
-                re.compile(argument)
-            except re.error as error:
-                return [f"{flag}.name {self.name}: {argument!r} is no regular expression: {error}"]
+                regex_match(argument)
+            except ValueError as error:
+                return [f"{flag}.name {self.name}: {error}"]
         elif kind == "overlong":
             if not argument.isdecimal() or int(argument) == 0:
                 return [f"{flag}.name {self.name}: needed is overlong:TOKENS, such as overlong:64"]
@@ -147,7 +136,7 @@ class TextReward:
         """What computes it in this run. Every process must call it. Raises UsageError if it cannot be used."""
         kind, _, argument = self.name.partition(":")
         if kind == "regex":
-            return RegexReward(argument)
+            return AnswerTerm(score_named(self.name))
         if kind == "overlong":
             return OverlongTerm(int(argument))
         if kind == "model":
@@ -188,14 +177,8 @@ class FunctionTerm(RewardFunction):
     def _of_group(self, group: Sequence[Completed]) -> list[float | None]:
         record = group[0].record
         assert record is not None, "TextActor reads them"
-        is_talk = not isinstance(record.prompt, str)
-        arguments: dict[str, list[Any]] = {name: [value] * len(group) for name, value in record.columns.items()}
-        arguments |= {
-            "prompts": [record.prompt] * len(group),
-            "completions": [[{"role": "assistant", "content": one.text}] if is_talk else one.text for one in group],
-            "completion_ids": [list(one.tokens[len(one.tokens) - one.num_new_tokens :]) for one in group],
-        }
-        return self._function.of_group(group[0].prompt, arguments)
+        ids = [one.tokens[len(one.tokens) - one.num_new_tokens :] for one in group]
+        return self._function.of_group(group[0].prompt, trl_arguments(record, [one.text for one in group], ids))
 
     def close(self) -> None:
         self._function.close()

@@ -7,6 +7,7 @@ import pytest
 
 from openpi_train.data.text.answer_numbers import number_of
 from openpi_train.data.text.answer_scores import exact_match, number_match, score_named
+from openpi_train.data.text.prompt_records import PromptRecord, trl_arguments
 from openpi_train.runtime.exits import UsageError
 
 NUMBERS = {
@@ -124,13 +125,18 @@ def test_a_function_of_the_users_is_called_with_prompt_completion_and_reference(
         "def longer(prompt, completion, reference):\n    return len(prompt + completion) / len(reference)\n"
         "def broken(prompt, completion, reference):\n    raise KeyError('no answer')\n"
         "def absent(prompt, completion, reference):\n    return None\n"
+        "def words(prompt, completion, reference):\n    return 'none'\n"
+        "def two(prompt, completion):\n    return 1\n"
         "def infinite(prompt, completion, reference):\n    return float('inf')\n"
     )
     score = score_named(f"{file}:longer")
     assert score.name == "longer" and score.answer is None and score("ab", "cd", "ef") == 2
-    for name, told in {"broken": "KeyError: 'no answer'", "absent": "TypeError", "infinite": "returned inf"}.items():
+    for name, told in {"broken": "KeyError: 'no answer'", "words": "ValueError", "infinite": "returned inf"}.items():
         with pytest.raises(UsageError, match=rf"the score {name} of a completion of 'ab': .*{told}"):
             score_named(f"{file}:{name}")("ab", "cd", "ef")
+    assert score_named(f"{file}:absent")("ab", "cd", "ef") is None
+    with pytest.raises(ValueError, match=r"two: too many positional.*needed is \(prompt, completion, reference\)"):
+        score_named(f"{file}:two")
     with pytest.raises(ValueError, match="has no function 'shorter'"):
         score_named(f"{file}:shorter")
     with pytest.raises(FileNotFoundError, match=r"the file of the score .* does not exist"):
@@ -142,3 +148,29 @@ def test_an_unknown_score_is_answered_with_the_known_ones(name, meant):
     with pytest.raises(ValueError, match=f"'{name}' is no score: allowed are exact_match, number_match") as error:
         score_named(name)
     assert meant in str(error.value)
+
+
+def test_a_function_of_trls_form_is_called_once_for_the_completions_of_a_prompt(tmp_path):
+    file = tmp_path / "trl_scores_of_test.py"
+    file.write_text(
+        "def short(completions, **kwargs):\n    return [-len(one) for one in completions]\n"
+        "async def ground(prompts, completions, truth):\n"
+        "    return [None if one is None else float(text == one) for text, one in zip(completions, truth)]\n"
+        "def few(completions, **kwargs):\n    return [1.0]\n"
+    )
+    record = PromptRecord("ab", {"truth": "c", "other": 1})
+    how = {"prompt": "<s>ab", "reference": "", "completions": ["c", "dd"]}
+    how["arguments"] = trl_arguments(record, how["completions"], [[1], [2, 3]])
+    assert score_named(f"{file}:short").of_prompt(**how) == [-1.0, -2.0]
+    assert score_named(f"{file}:ground").of_prompt(**how) == [1.0, 0.0]
+    absent = trl_arguments(PromptRecord("ab", {"truth": None}), how["completions"], [[1], [2, 3]])
+    assert score_named(f"{file}:ground").of_prompt(**how | {"arguments": absent}) == [None, None]
+    with pytest.raises(UsageError, match="few of a completion of '<s>ab': it returned 1 scores, and there are 2"):
+        score_named(f"{file}:few").of_prompt(**how)
+
+
+def test_a_pattern_is_a_score_of_the_whole_completion():
+    score = score_named("regex:[0-9]+")
+    assert (score.name, score("", " 12\n", ""), score("", "12 a", "")) == ("regex:[0-9]+", 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        score_named("regex:(")

@@ -1,4 +1,4 @@
-"""How a reward function of the user's is called, by the names of its parameters.
+"""How a reward function, or a score, of the user's is called, by the names of its parameters.
 
     f(prompt, completion, reference) -> number or None            once for each completion
     f(completions, **kwargs) -> list of numbers and None          once for all completions of a prompt
@@ -6,7 +6,8 @@
 The second is the form of TRL's `GRPOTrainer` (trl 1.16, `_calculate_rewards`): arguments are given by name, each a list
 with one entry for each completion: `prompts`, `completions`, `completion_ids`, and the columns of the dataset. Here a
 call has the completions of one prompt, so that a reward may compare them, on any number of processes; and a function
-gets only what it names, all columns with `**kwargs`. Must not import jax. Read next: `function_reward.py`.
+gets only what it names, all columns with `**kwargs`. Must not import jax. Read next: `answer_scores.py`,
+`rl/rewards/function_reward.py`.
 """
 
 import ast
