@@ -228,7 +228,7 @@ def _rewards_of(rl: TextRL, known: Sequence[str]) -> list[str]:
 
 def in_flags_of_eval(told: str) -> str:
     """A message about texts with the flags of `eval` in place of those of runs."""
-    told = re.sub(r"(train \S[^:;]*? on it, )?set --data\.kind, or name", "name", told)  # the model says the kind
+    told = re.sub(r"train \S[^:;]*? on it, or name", "name", told)  # the model says the kind
     told = re.sub(r"--data\.datasets\.(?:N|\d+)\.(columns|split)", r"--\1", told)
     told = re.sub(r"--data\.datasets(?:\.(?:N|\d+)\.(?:path|validation))?(?![.\w-])", "--data", told)
     return told.replace("--data.targets", "--targets")

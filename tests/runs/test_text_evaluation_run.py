@@ -156,7 +156,7 @@ def test_a_folder_of_hugging_face_is_evaluated_on_any_texts(base, tmp_path, monk
     with pytest.raises(DataError, match="absent"):
         evaluated(folder, tmp_path / "none", data=str(tmp_path / "absent.jsonl"))
     texts.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(DataError, match=r"this run takes [^;:]*: name other columns \(--columns\)$"):
+    with pytest.raises(DataError, match=r"this run takes [^;:]*: name its columns of that type \(--columns text=COLUMN or [^)]*\)$"):
         evaluated(folder, tmp_path / "none", data=str(texts))
     with pytest.raises(UsageError, match="lies in no run's directory"):
         evaluate_policy.run(EvaluateRequest(checkpoint=str(folder)))
@@ -165,7 +165,7 @@ def test_a_folder_of_hugging_face_is_evaluated_on_any_texts(base, tmp_path, monk
 @pytest.mark.parametrize(
     ("told", "here"),
     [
-        ("set --data.kind, or name other columns (--data.datasets.N.columns)", "name other columns (--columns)"),
+        ("train lm_sft on it, or name its columns (--data.datasets.N.columns a=B)", "name its columns (--columns a=B)"),
         ("--data.datasets.0.split x; give --data.datasets.0.path", "--split x; give --data"),
         ("--data.targets all; --data.max-length 8", "--targets all; --data.max-length 8"),
         ("give --data.datasets", "give --data"),

@@ -54,6 +54,14 @@ _TRAINS = {
     "unpaired preference": "gsm8k_kto_smollm2_135m --data.kind unpaired",
     "prompt only": "lm_grpo",
 }
+# The columns of each kind as the flag names them.
+_COLUMNS = {
+    "language modelling": "text=COLUMN or messages=COLUMN",
+    "prompt/completion": "prompt=COLUMN completion=COLUMN",
+    "preference": "prompt=COLUMN chosen=COLUMN rejected=COLUMN",
+    "unpaired preference": "prompt=COLUMN completion=COLUMN label=COLUMN",
+    "prompt only": "prompt=COLUMN",
+}
 # What rows depend on.
 _CONTENT = ("tokens", "targets", "text_ends", "digests", "labels", "margins", "references")
 
@@ -231,8 +239,8 @@ def require_kind(name: str, kind: str, kinds: Sequence[str]) -> None:
     """Raise ValueError if a dataset of this kind is not one of `kinds`, which the run can use; without them all are."""
     if kinds and kind not in kinds:
         raise ValueError(
-            f"{name} is a dataset of {kind}; this run takes {' or '.join(kinds)}: train {_TRAINS[kind]} on it, set "
-            "--data.kind, or name other columns (--data.datasets.N.columns)"
+            f"{name} is a dataset of {kind}; this run takes {' or '.join(kinds)}: train {_TRAINS[kind]} on it, or name "
+            f"its columns of that type (--data.datasets.N.columns {' or '.join(_COLUMNS[one] for one in kinds)})"
         )
 
 

@@ -49,11 +49,18 @@ def test_files_that_are_not_there_are_refused(data, fields, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "takes"), [("preferences", "preference"), ("unpaired", "unpaired preference"), ("prompts", "prompt only")]
+    ("kind", "takes", "columns"),
+    [
+        ("preferences", "preference", "chosen=COLUMN rejected=COLUMN"),
+        ("unpaired", "unpaired preference", "label=COLUMN"),
+        ("prompts", "prompt only", "prompt=COLUMN"),
+    ],
 )
-def test_records_of_another_type_than_the_run_takes_are_refused_with_the_words_of_a_start(data, kind, takes, tmp_path):
+def test_records_of_another_type_than_the_run_takes_are_refused_with_the_words_of_a_start(
+    data, kind, takes, columns, tmp_path
+):
     other = dataclasses.replace(data, kind=kind)
-    words = f"a dataset of language modelling; this run takes {takes}: train lm_sft on it, set --data.kind"
+    words = f"a dataset of language modelling; this run takes {takes}: train lm_sft on it, or name .*{columns}"
     with pytest.raises(DataError, match=words):
         other.examine(MODEL)
     with pytest.raises(ValueError, match=words):
