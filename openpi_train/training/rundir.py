@@ -82,10 +82,9 @@ def check_run(given: Experiment) -> None:
     problem = ""
     if agree.process_index() == 0:
         try:
-            is_run, changes = patiently(lambda: _inspect(given), f"looking at {given.run_dir}")
+            _, changes = patiently(lambda: _inspect(given), f"looking at {given.run_dir}")
             _tell_changes(given, changes)
-            if given.resume and not is_run:
-                _tell_beginning(given)
+            tell_beginning(given)
         except UsageError as error:
             problem = str(error)
     if problem := agree.broadcast("check the run directory", problem):
@@ -320,10 +319,14 @@ def _tell_changes(given: Experiment, changes: Mapping[str, tuple[object, object]
             )
 
 
-def _tell_beginning(given: Experiment) -> None:
-    """Log where --resume has found no run; warn if there is one of this name around the folder where it was typed."""
+def tell_beginning(given: Experiment) -> None:
+    """Log where --resume finds no run; warn if there is one of nearly this name, or of this name around the folder
+    where it was typed.
+    """
     here, base = pathlib.Path.cwd(), pathlib.Path(given.checkpoint_base_dir)
     path = given.run_dir
+    if not given.resume or not given.exp_name or _is_there(path / "experiment.json"):
+        return
     around = [] if base.is_absolute() else [*here.parents, *_folders_in(here)]
     others = (folder / base / given.name / given.exp_name for folder in around)
     found = [one for one in others if _is_there(one / "experiment.json")]

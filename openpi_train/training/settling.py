@@ -43,7 +43,7 @@ from openpi_train.runtime.world import World
 from openpi_train.training.init import StateLayout
 from openpi_train.training.prepare import BatchSpec, forecasts, layout_costs, make_trainer, whole_layout
 from openpi_train.training.resume_point import begun
-from openpi_train.training.rundir import check_folder, check_run, devices_at_first, use_first_commits
+from openpi_train.training.rundir import check_folder, check_run, devices_at_first, tell_beginning, use_first_commits
 from openpi_train.training.start_check import (
     check_devices,
     check_downloads,
@@ -344,6 +344,8 @@ def require_early(
         notes = examine_data(settling.fitted, together)
         if asks_hub:
             check_downloads(given, settling.fitted, together)
+        if together.errors:  # a wrong name may be why flags are missing; else `check_run` tells it
+            tell_beginning(given)
     together.raise_all()
     return notes
 

@@ -1,6 +1,8 @@
 """One settling is read by every door: what a start would do is what a dry run, a plan and a compilation describe."""
 
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import small_runs
 from openpi_train.experiment import Experiment
 from openpi_train.optim import LRSchedule
 from openpi_train.planning.forecast import Forecast
+from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import WorldFlags, find_world
 from openpi_train.tools import check_run, compiled_memory, gpu_programs, plan
 from openpi_train.training import settling
@@ -83,3 +86,16 @@ def test_each_stage_is_made_once_and_only_when_it_is_asked_for(given, monkeypatc
     start = settle(given, WORLD)
     assert isinstance(start.prepared, Prepared) and start.prepared is start.prepared
     assert sorted(made) == ["forecasts", "whole_layout", "with_checked_attention"]
+
+
+def test_a_run_that_resume_does_not_find_is_told_with_what_else_is_wrong(given, tmp_path, caplog):
+    run = tmp_path / given.name / "so101"
+    run.mkdir(parents=True)
+    (run / "experiment.json").write_text("{}")
+    for name, problem in (("so1O1", True), ("so1O1", False), ("so101x9", True)):
+        caplog.clear()
+        asked = dataclasses.replace(given, checkpoint_base_dir=str(tmp_path), exp_name=name, resume=name == "so1O1")
+        with contextlib.suppress(UsageError), caplog.at_level(logging.INFO):
+            require_early(dataclasses.replace(asked, save_interval=0 if problem else 1))
+        said = f"Did you mean so101? It goes on with: python -m openpi_train resume {run}"
+        assert (said in caplog.text) == (asked.resume and problem), "without another problem `check_run` says it"
