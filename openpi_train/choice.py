@@ -26,7 +26,7 @@ from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.lerobot.described import camera_names, described
 from openpi_train.data.formats.zarr import Zarr
 from openpi_train.data.formats.zarr.described_store import described_store, store_cameras
-from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.config import DataConfig, Dataset, numbered
 from openpi_train.data.robot.windows import require_cameras
 from openpi_train.data.text.opened_texts import first_kind
 from openpi_train.data.text.text_data import TextData, TextDataset
@@ -219,12 +219,14 @@ def tell_robots(experiment: Experiment, before: Experiment) -> None:
         )
 
 
-def require_robots(experiment: Experiment) -> None:
+def require_robots(experiment: Experiment, typed: str | None = None) -> None:
     """Raise DataError, with a command to give, if a dataset lacks what the experiment's robot reads.
 
-    Looks at metadata alone, of LeRobot datasets and zarr stores, whose robot can be described instead.
+    Looks at metadata alone, of LeRobot datasets and zarr stores, whose robot can be described instead. `typed` is the
+    word that a command line has for the experiment, where that is not its name.
     """
-    for dataset in experiment.data.datasets if isinstance(experiment.data, DataConfig) else ():
+    datasets = experiment.data.datasets if isinstance(experiment.data, DataConfig) else ()
+    for number, dataset in enumerate(datasets):
         source = dataset.source
         if isinstance(dataset.robot, DatasetArm) or not isinstance(source, LeRobot | Zarr):
             continue
@@ -240,13 +242,16 @@ def require_robots(experiment: Experiment) -> None:
             try:
                 check()
             except ValueError as error:
-                problems.append(f"{error}. ")
+                problems.append(f"{numbered(str(error), number)}. ")
         if problems:
-            name, about = experiment.name, f"--exp-name {experiment.exp_name} --dataset {shlex.quote(source.location)}"
+            name, about = (
+                shlex.quote(typed or experiment.name),
+                f"--exp-name {experiment.exp_name} --dataset {shlex.quote(source.location)}",
+            )
             raise DataError(
-                f"{''.join(problems)}{name} is for {type(dataset.robot).__name__}; if this is another robot, take the "
-                f"one that the dataset describes: python -m openpi_train {name} {about} --data.robot recorded, or with "
-                f"settings for any robot: python -m openpi_train {_for_any_robot(experiment)} {about}"
+                f"{''.join(problems)}{experiment.name} is for {type(dataset.robot).__name__}; if this is another "
+                f"robot, take the one that the dataset describes: python -m openpi_train {name} {about} --data.robot "
+                f"recorded, or with settings for any robot: python -m openpi_train {_for_any_robot(experiment)} {about}"
             )
 
 

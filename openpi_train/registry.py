@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONFIGS = "openpi_train_configs"
 # The file whose experiments stand first.
 _FIRST = "own_data"
+# The word that each experiment was loaded by, by the experiment's name.
+_TYPED: dict[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,13 @@ def load(name: str, on: "Callable[[SourceConfig], SourceConfig] | None" = None, 
         experiment = chosen
     if not isinstance(experiment, Experiment):
         raise ValueError(f"{name!r} is a {type(experiment).__name__}, not an Experiment")
+    _TYPED[short] = name
     return dataclasses.replace(experiment, name=short)
+
+
+def typed(name: str) -> str:
+    """The word that a command line has for the experiment `name` that was loaded last: itself, or `file.py:name`."""
+    return _TYPED.get(name, name)
 
 
 def _found(name: str) -> tuple[Any, Any, str]:

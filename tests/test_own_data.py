@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -200,3 +201,22 @@ def test_another_model_and_other_texts_go_together(tmp_path):
 def test_rewards_that_cannot_be_are_refused(words, message):
     with pytest.raises(UsageError, match=message):
         parsed(*words).check(1)
+
+
+def test_a_file_of_ones_own_is_told_as_it_was_typed(tmp_path):
+    file = tmp_path / "my_cam.py"
+    file.write_text(
+        "import dataclasses\nfrom openpi_train_configs.openpi_libero import pi05_libero\n"
+        "pi0_mine = dataclasses.replace(pi05_libero)\n'''Mine.'''\n"
+    )
+    found = parsed(f"{file}:pi0_mine", "--dataset", LEROBOT)
+    with pytest.raises(DataError) as caught:
+        require_robots(found, registry.typed(found.name))
+    told = str(caught.value)
+    assert (
+        f"python -m openpi_train {file}:pi0_mine --exp-name" in told and "python -m openpi_train pi0_mine" not in told
+    )
+    words = re.findall(r"set (--data\.datasets\.0\.robot\.cameras\.\S+) (\S+)\. ", told)
+    assert len(words) == 1, "the number of the dataset, and a feature that it has"
+    named = parsed(f"{file}:pi0_mine", "--dataset", LEROBOT, *words[0])
+    assert {FRONT, WRIST} & {*named.demonstrations.datasets[0].robot.cameras.values()}

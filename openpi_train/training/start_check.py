@@ -9,6 +9,7 @@ import math
 
 import jax
 
+from openpi_train import registry
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.choice import require_robots
 from openpi_train.data.core import hub
@@ -82,7 +83,7 @@ def remote_weights(given: Experiment) -> list[str]:
 def examine_data(experiment: Experiment, together: ErrorCollector) -> list[str]:
     """Keep what is soon found wrong with the data; returns what was not looked at."""
     with together:
-        require_robots(experiment)
+        require_robots(experiment, registry.typed(experiment.name))
     with together, reported_as(DataError):
         return experiment.data.examine(experiment.model)
     return []

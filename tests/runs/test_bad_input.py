@@ -102,7 +102,7 @@ CASES = [
         DATA,
         "camera base_0_rgb reads the image feature 'observation/wrist'",
         "it has observation/image_0",
-        "set --data.datasets.N.robot.cameras.base-0-rgb",
+        "set --data.datasets.0.robot.cameras.base-0-rgb observation/image_0",
     ),
     case(
         "robot wider than the model",

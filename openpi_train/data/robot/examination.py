@@ -7,7 +7,7 @@ import numpy as np
 from openpi_train.data.core import hub
 from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.make import embedded
-from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.config import DataConfig, Dataset, of_dataset
 from openpi_train.data.robot.norm_stats import assets
 from openpi_train.data.robot.normalize import read_norm_stats
 from openpi_train.data.robot.opened import open_windows
@@ -24,8 +24,8 @@ def examine(config: DataConfig, shape: WindowShape) -> list[str]:
     metadata have them. Raises DataError, for all datasets.
     """
     together, found = ErrorCollector(), []
-    for dataset in config.datasets:
-        with together, reported_as(DataError):
+    for number, dataset in enumerate(config.datasets):
+        with together, reported_as(DataError), of_dataset(number):
             found.append(_examine(dataset, config, shape))
     together.raise_all()
     return [sentence for sentence in found if sentence]

@@ -19,7 +19,7 @@ from openpi_train.data.core.interface import Feed, OpenedData, OpeningRequest, R
 from openpi_train.data.core.source import Source, SourceConfig
 from openpi_train.data.core.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.robot.chunk_tokens import chunk_tokens
-from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.config import DataConfig, Dataset, of_dataset
 from openpi_train.data.robot.mixed_robots import of_rates
 from openpi_train.data.robot.norm_stats import assets, mean_action
 from openpi_train.data.robot.normalize import Form, NormStats, norm_stats_json
@@ -285,18 +285,21 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
 
     sources = [opened(dataset.source) for dataset in config.datasets]
     _check_rates(config, sources)
-    return [
-        Windows(
-            source=source,
-            robot=dataset.robot,
-            shape=shape,
-            validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
-            prompt=dataset.prompt,
-            skip_unlabeled=dataset.skip_unlabeled,
-            held_out=None if dataset.validation is None else opened(dataset.validation),
-        )
-        for dataset, source in zip(config.datasets, sources, strict=True)
-    ]
+    windows = []
+    for number, (dataset, source) in enumerate(zip(config.datasets, sources, strict=True)):
+        with of_dataset(number):
+            windows.append(
+                Windows(
+                    source=source,
+                    robot=dataset.robot,
+                    shape=shape,
+                    validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
+                    prompt=dataset.prompt,
+                    skip_unlabeled=dataset.skip_unlabeled,
+                    held_out=None if dataset.validation is None else opened(dataset.validation),
+                )
+            )
+    return windows
 
 
 def _check_rates(config: DataConfig, sources: Sequence[Source]) -> None:
@@ -369,19 +372,20 @@ def _digest(stats: Mapping[str, NormStats]) -> str:
 
 def _report_blank(config: DataConfig, windows: Sequence[Windows], *, reads_text: bool) -> None:
     """Log the episodes that are left out without an instruction, the samples that have none, and texts in vain."""
-    for dataset, window in zip(config.datasets, windows, strict=True):
+    for number, (dataset, window) in enumerate(zip(config.datasets, windows, strict=True)):
+        flags = f"--data.datasets.{number}"
         if skipped := int(window.unlabeled.sum()):
             logger.info(
-                "data: %s: %d of %d episodes have no instruction and are left out (--data.datasets.N.skip-unlabeled)",
-                *(dataset.asset, skipped, window.source.num_episodes),
+                "data: %s: %d of %d episodes have no instruction and are left out (%s.skip-unlabeled)",
+                *(dataset.asset, skipped, window.source.num_episodes, flags),
             )
         if blank := window.num_blank:
             logger.log(
                 logging.WARNING if reads_text else logging.INFO,
                 "data: %s: %d of %d training samples have no instruction%s",
                 *(dataset.asset, blank, len(window)),
-                "; the model learns them with an empty prompt (leave them out with --data.datasets.N.skip-unlabeled "
-                "True, or give one for all with --data.datasets.N.prompt)"
+                f"; the model learns them with an empty prompt (leave them out with {flags}.skip-unlabeled True, or "
+                f"give one for all with {flags}.prompt)"
                 if reads_text
                 else "",
             )

@@ -6,6 +6,7 @@ before its beginning the first observation and action repeat, after its end the 
 """
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
@@ -84,7 +85,9 @@ def require_cameras(
     """Raise ValueError if a dataset with these image features lacks one of the robot's; `left_out` may say why."""
     for slot, feature in robot.cameras.items():
         if feature not in cameras:
-            flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')}"
+            others = [one for one in cameras if one not in robot.cameras.values()] or list(cameras)
+            (near, *_) = [*difflib.get_close_matches(feature, others, n=1), *others, "FEATURE"]
+            flag = f"--data.datasets.N.robot.cameras.{slot.replace('_', '-')} {near}"
             raise ValueError(
                 f"the robot's camera {slot} reads the image feature {feature!r}, which the dataset does not have; "
                 f"it has {', '.join(cameras) or 'no images'}: set {flag}{left_out([feature])}"
