@@ -1,5 +1,6 @@
 """The parameters of a checkpoint on the devices, to run its model. Read next: `loading.py`, `text_model.py`."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import JaxDevice
 from openpi_train.runtime.device_limits import memory_bytes
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _MIN_SHARD_MIB = 4.0
 
 def open_run(directory: str | Path, experiment: str | Experiment | None = None) -> tuple[Stored, Experiment]:
     """Open a checkpoint and its experiment. Arguments and errors are as in `load_policy`."""
-    given = registry.load(experiment) if isinstance(experiment, str) else experiment
+    given = _named(directory, experiment) if isinstance(experiment, str) else experiment
     try:
         stored = checkpoint_formats.open_checkpoint(directory)
     except ModelNeeded:  # LeRobot's and PyTorch's
@@ -52,6 +53,29 @@ def open_run(directory: str | Path, experiment: str | Experiment | None = None) 
     if given is None:
         raise UsageError(f"{directory} does not say whose model it is: name its experiment, --experiment NAME (`list`)")
     return stored, given
+
+
+def _named(directory: str | Path, name: str) -> Experiment | None:
+    """The experiment of this name; None for one of the user's, if the checkpoint has recorded that it is of it.
+
+    Raises UnknownName if neither is.
+    """
+    try:
+        return registry.load(name)
+    except registry.UnknownName as error:
+        if ".py" in name:
+            raise
+        said = None
+        with contextlib.suppress(CheckpointError, UsageError):  # told when it is opened with an experiment
+            said = checkpoint_formats.open_checkpoint(directory).experiment
+        if said is None:
+            raise registry.UnknownName(f"{error}. An experiment of your own is given as FILE.py:NAME") from error
+        if said.get("name") != name:
+            raise registry.UnknownName(
+                f"{error}. {directory} is a run of {said.get('name')}, and knows its experiment: leave --experiment "
+                "(openpi's --policy.config) out, or give another as FILE.py:NAME"
+            ) from error
+        return None
 
 
 def _by_name(directory: str | Path) -> Experiment | None:

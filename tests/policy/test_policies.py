@@ -160,6 +160,18 @@ def test_parameters_that_do_not_fit_one_device_are_cut_over_all(tmp_path, monkey
     np.testing.assert_allclose(policy.sampler.sample(rows, range(NUM_ROWS)), expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_run_of_ones_own_experiment_is_opened_by_its_name(tmp_path):
+    run = save_run(dataclasses.replace(pi05(None), name="pi0_my_arm"), tmp_path)
+    stored, opened = restore.open_run(run.directory, "pi0_my_arm")
+    assert opened.name == "pi0_my_arm" and stored.experiment is not None
+    with pytest.raises(
+        registry.UnknownName, match=r"is a run of pi0_my_arm, and knows its experiment: leave --experiment .*out"
+    ):
+        restore.open_run(run.directory, "pi0_my_army")
+    with pytest.raises(registry.UnknownName, match=r"unknown experiment 'pi0_my_army'.*is given as FILE\.py:NAME"):
+        restore.open_run(tmp_path / "nowhere", "pi0_my_army")
+
+
 def test_a_checkpoint_answers_wherever_it_is_copied_to(tmp_path):
     made = save_run(pi0_fast(tmp_path), tmp_path / "runs")
     moved = shutil.copytree(made.directory / "0", tmp_path / "robot" / "checkpoint")
