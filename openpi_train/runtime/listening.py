@@ -1,10 +1,15 @@
 """The address on which process 0 listens, and sockets that do. Read next: `rendezvous_server.py`."""
 
+import contextlib
 import errno
+import os
 import socket
+from pathlib import Path
 
 from openpi_train.runtime.exits import UsageError
 from openpi_train.runtime.world import is_loopback
+
+_LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 
 
 def listen_host(host: str) -> str:
@@ -54,3 +59,18 @@ def listen(host: str, port: int) -> socket.socket:
             f"port {port} on {socket.gethostname()} cannot be used for the run's coordinator ({error.strerror}): "
             "another program or an earlier run has it; end that one or give another port"
         ) from None
+
+
+def listening_process(port: int) -> int | None:
+    """The process that listens on a port of this machine; None if that cannot be known: another user's, or no Linux."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+            inodes |= {row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port}
+    links = {f"socket:[{inode}]" for inode in inodes}
+    for file in Path("/proc").glob("[0-9]*/fd/*") if links else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(file) in links:
+                return int(file.parts[2])
+    return None

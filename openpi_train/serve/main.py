@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from openpi_train.policy.policy import Policy
 from openpi_train.policy.text_model import gives_texts
 from openpi_train.runtime import compile_cache, logs
 from openpi_train.runtime.exits import BUG, DONE, NUMBERS, UsageError, end
+from openpi_train.runtime.listening import listening_process
 from openpi_train.runtime.private_file import warn_if_others_can_read
 from openpi_train.runtime.world import is_loopback
 from openpi_train.serve.limits import limits_of
@@ -278,7 +280,11 @@ def _bind(host: str, port: int) -> socket.socket:
             listener.bind(address)
             undo.pop_all()
     except OSError as error:
-        raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}") from error
+        remedy = ""
+        if error.errno == errno.EADDRINUSE:
+            pid = listening_process(port)
+            remedy = f". Give another --port, or end what listens there{f', the process {pid}' if pid else ''}"
+        raise UsageError(f"--host {host} --port {port} cannot be listened on: {error}{remedy}") from error
     return listener
 
 

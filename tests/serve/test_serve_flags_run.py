@@ -1,5 +1,6 @@
 """The flags of `serve` that are the server's: each changes what a client meets at the socket, and nothing else does."""
 
+import os
 import socket
 import ssl
 import subprocess
@@ -216,7 +217,9 @@ def test_a_port_that_another_program_listens_on_is_told_before_anything_is_loade
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert serve("run", "--port", port, load=never).code == 2
-    assert f"--host 127.0.0.1 --port {port} cannot be listened on" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port} cannot be listened on" in said
+    assert f"Give another --port, or end what listens there, the process {os.getpid()}" in said
 
 
 @pytest.mark.parametrize(("words", "pose"), [((), None), (("--reset-pose=0,-1.5,0.25",), [0.0, -1.5, 0.25])])
