@@ -179,5 +179,16 @@ def _newest(run: Place) -> Place:
     )
     steps = [int(match[1]) for name in names if (match := re.fullmatch(rf"(\d+)/{MANIFEST}", name))]
     if not steps:
-        raise CheckpointError(f"{run} has no checkpoint yet; the first is saved after --save-interval steps")
+        raise CheckpointError(
+            f"{run} has no checkpoint yet; the first is saved at step {_save_interval(run)} (--save-interval), or at "
+            "the run's end, if that is earlier, also where SIGTERM ends it"
+        )
     return run / str(max(steps))
+
+
+def _save_interval(run: Place) -> str:
+    """The steps between the checkpoints of a run, as it has recorded them."""
+    try:
+        return str(run.json("experiment.json")["save_interval"])
+    except (CheckpointError, LookupError):
+        return "N"

@@ -222,7 +222,7 @@ def be_half_a_step_of_ours(step):
 def be_a_run_without_a_step(step):
     shutil.rmtree(step)
     step.mkdir()
-    (step / "experiment.json").write_text("{}")
+    (step / "experiment.json").write_text('{"save_interval": 250}')
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def be_a_run_without_a_step(step):
         (be_something_else, "it holds notes.txt. Supported formats:"),
         (be_half_saved, "params.orbax-checkpoint-tmp-1 is incomplete, its save was interrupted"),
         (be_half_a_step_of_ours, "manifest.json, which is written last, is missing"),
-        (be_a_run_without_a_step, "has no checkpoint yet"),
+        (be_a_run_without_a_step, "has no checkpoint yet; the first is saved at step 250 (--save-interval), or at"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
