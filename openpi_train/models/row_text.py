@@ -51,7 +51,16 @@ class RowText(abc.ABC):
         lengths = [more + self.longest_prompt(tokenizer, text, dims) for text, dims in prompts]
         longest = max(lengths, default=self.limit)
         used = rounded(longest, self.limit)
-        logger.info("prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", longest, used, self.limit)
+        if longest > self.limit and not more:  # chunk tokens are counted themselves, not by their bound
+            logger.warning(
+                "prompts have up to %d tokens, and the model reads %d: their ends are cut off. Give "
+                "--model.max-token-len %d",
+                *(longest, self.limit, longest),
+            )
+        else:
+            logger.info(
+                "prompts have at most %d tokens, rows %d (--model.max-token-len: %d)", *(longest, used, self.limit)
+            )
         return used
 
     def longest_prompt(self, tokenizer: PromptTokenizer, prompt: str, num_state_dims: int) -> int:
