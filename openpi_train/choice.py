@@ -35,6 +35,7 @@ from openpi_train.envs.closed_loop import ClosedLoop
 from openpi_train.envs.env import Env
 from openpi_train.experiment import Experiment
 from openpi_train.models.diffusion_policy import DiffusionPolicyConfig
+from openpi_train.models.exact_policy import ExactPolicyConfig
 from openpi_train.models.language import LanguageConfig
 from openpi_train.models.language.language_part import language_of, with_language
 from openpi_train.models.model_config import PolicyConfig
@@ -47,6 +48,8 @@ from openpi_train.robots.dataset_arm import DatasetArm
 from openpi_train.runtime.exits import DataError, UsageError, reported_as
 
 logger = logging.getLogger(__name__)
+
+_NO_CAMERA = "none"  # the feature of a camera slot that is left out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,6 +204,35 @@ def _with_robots(experiment: Experiment, datasets: Sequence[Dataset]) -> Experim
         model = model.for_robot(len(robots[0].state_dims), len(robots[0].action_dims), tuple(robots[0].cameras))
     evaluated = dataclasses.replace(experiment.robot_eval, closed_loop=ClosedLoop())
     return _on_datasets(dataclasses.replace(experiment, model=model, eval=evaluated), datasets)
+
+
+def with_chosen_cameras(experiment: Experiment) -> Experiment:
+    """The experiment whose robots have no camera that its flags leave out; logs which these are.
+
+    They are those whose feature is `none`, and, for a model with cameras of its own (`--model.cameras`), those that it
+    does not have, if robots have the others.
+    """
+    data, model = experiment.data, experiment.model
+    if not isinstance(data, DataConfig):
+        return experiment
+    slots = {slot for one in data.datasets for slot, feature in one.robot.cameras.items() if feature != _NO_CAMERA}
+    if isinstance(model, ExactPolicyConfig):
+        named = {slot for one in data.datasets for slot in one.robot.cameras}
+        own = [slot for slot in model.cameras if slot in slots or slot not in named]
+        if {*own} <= slots:
+            slots = {*own}
+        if len(own) < len(model.cameras):
+            model = dataclasses.replace(model, cameras=tuple(own))
+    datasets = []
+    for one in data.datasets:
+        kept = {slot: name for slot, name in one.robot.cameras.items() if slot in slots and name != _NO_CAMERA}
+        if left := [slot for slot in one.robot.cameras if slot not in kept]:
+            logger.info("%s: left out by the flags: the camera %s", one.asset, ", ".join(left))
+            one = dataclasses.replace(one, robot=dataclasses.replace(one.robot, cameras=kept))
+        datasets.append(one)
+    if datasets == [*data.datasets]:
+        return experiment
+    return dataclasses.replace(_on_datasets(experiment, datasets), model=model)
 
 
 def tell_robots(experiment: Experiment, before: Experiment) -> None:

@@ -164,7 +164,7 @@ def _built(
 ) -> "Experiment":
     """The experiment with `OVERRIDES`, and then each field of `argv`, applied."""
     from openpi_train import help_page
-    from openpi_train.choice import tell_robots, with_rewards
+    from openpi_train.choice import tell_robots, with_chosen_cameras, with_rewards
     from openpi_train.command_line import OverrideFlags, Own, TrainFlags, parse_fields
     from openpi_train.experiment import Experiment, of_one_length, with_own_warmup
 
@@ -201,6 +201,7 @@ def _built(
         with together:  # what else is wrong, as far as it does not depend on these flags
             experiment.check_values()
         together.raise_all()
+    experiment = with_chosen_cameras(experiment)
     tell_robots(experiment, default)
     return experiment
 

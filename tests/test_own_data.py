@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import shlex
 from pathlib import Path
@@ -220,3 +221,28 @@ def test_a_file_of_ones_own_is_told_as_it_was_typed(tmp_path):
     assert len(words) == 1, "the number of the dataset, and a feature that it has"
     named = parsed(f"{file}:pi0_mine", "--dataset", LEROBOT, *words[0])
     assert {FRONT, WRIST} & {*named.demonstrations.datasets[0].robot.cameras.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "left"),
+    [
+        ("act", ("--model.cameras", "front"), {"front": FRONT}),
+        ("act", ("--data.datasets.0.robot.cameras.wrist", "none"), {"front": FRONT}),
+        ("diffusion", ("--model.cameras", "wrist"), {"wrist": WRIST}),
+        ("pi0", ("--data.datasets.0.robot.cameras.left-wrist-0-rgb", "none"), {"base_0_rgb": FRONT}),
+    ],
+)
+def test_a_camera_is_left_out_by_a_flag(name, words, left, caplog):
+    with caplog.at_level(logging.INFO):
+        found = parsed(name, "--dataset", LEROBOT, *words)
+    assert found.demonstrations.datasets[0].robot.cameras == left
+    assert getattr(found.model, "cameras", tuple(left)) == tuple(left)
+    found.data.batch_spec(found.model, 2)  # which refuses a camera that the model has not, or the robot
+    assert len([line for line in caplog.messages if "left out by the flags: the camera" in line]) == 1
+
+
+def test_a_camera_that_the_robot_does_not_have_is_left_in_nobodys_place():
+    found = parsed("act", "--dataset", LEROBOT, "--model.cameras", "front", "top")
+    assert set(found.demonstrations.datasets[0].robot.cameras) == {"front", "wrist"}
+    with pytest.raises(ValueError, match="the run's robots fill front, wrist"):
+        found.data.batch_spec(found.model, 2)

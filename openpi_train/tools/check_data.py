@@ -34,7 +34,7 @@ from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.formats.rlds.schema import INFO_FILE
 from openpi_train.data.formats.sidecar import IndexedConfig, digest
 from openpi_train.data.formats.zarr.store import is_zarr
-from openpi_train.data.robot.config import DataConfig
+from openpi_train.data.robot.config import DataConfig, numbered
 from openpi_train.data.robot.examination import examine as examine_together
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.opened_texts import OpenedText
@@ -86,8 +86,8 @@ def check_experiment(experiment: "Experiment", *, num_frames: int) -> list[Check
     if not isinstance(data, DataConfig):
         raise UsageError(f"{experiment.name}: there is nothing to check; its data are {type(data).__name__}")
     checked = []
-    for dataset in data.datasets:
-        robots = functools.partial(_robots, robot=dataset.robot, num_frames=num_frames)
+    for number, dataset in enumerate(data.datasets):
+        robots = functools.partial(_robots, robot=dataset.robot, num_frames=num_frames, number=number)
         check = functools.partial(robots, dataset.asset, dataset.source, held_out=dataset.validation)
         checked.append(_checked(dataset.asset, check))
         if dataset.validation is not None:
@@ -233,7 +233,9 @@ def _robots(
     robot: Robot | None,
     num_frames: int,
     held_out: SourceConfig | None = None,
+    number: int = 0,
 ) -> CheckedDataset:
+    """The findings in a dataset, which is the experiment's of this number; of a path alone, `--dataset` makes it 0."""
     if cache_folders.dataset_name(config.location) is not None:
         from openpi_train.data.make import embedded  # jax, and the environment
 
@@ -242,7 +244,7 @@ def _robots(
     others = None if held_out is None else held_out.skipping_bad_records().open()
     with _kept(getattr(config, "cache_dir", None), name, source.fingerprint) as kept:
         data = ExaminedData(name=name, source=source, held_out=others, robot=robot, num_frames=num_frames, kept=kept)
-        found = examine(data)
+        found = [dataclasses.replace(one, remedy=numbered(one.remedy, number)) for one in examine(data)]
     size = f"{source.num_episodes} episodes, {source.num_steps} control steps"
     return CheckedDataset(name=name, size=size, findings=[*damaged, *found])
 

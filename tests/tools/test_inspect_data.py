@@ -41,7 +41,7 @@ def test_constants_holes_black_and_torn_cameras_are_named(tmp_path):
     text = inspect("toy data", source, out=tmp_path)
     assert "1 of 14 dims (observation/state[2] = 0.25)" in line_of(text, "constant dims:")
     assert "1 of 5 episodes (NaN or infinity in observation/state[4]: 1)" in line_of(text, "not finite:")
-    assert f"40 of 40 pictures looked at ({WRIST}: black)" in line_of(text, "black pictures:")
+    assert f"40 of 40 pictures looked at ({WRIST})" in line_of(text, "black pictures:")
     assert f"1 of 40 pictures looked at ({SIDE})" in line_of(text, "unreadable pictures:")
     assert "12 x 16" in line_of(text, WRIST) and text.partition("suspicious")[2].count("\n  ") == 4
     lengths = np.diff(source.episode_ends, prepend=0)

@@ -77,7 +77,7 @@ KINDS = (
     FaultKind(prompt_kinds.mixed_scripts, ("languages mixed",), at_opening=True),
     FaultKind(picture_kinds.missing_cameras, ("missing cameras",)),
     FaultKind(picture_kinds.unreadable, ("unreadable pictures",)),
-    FaultKind(picture_kinds.black, ("black pictures",)),
+    FaultKind(picture_kinds.black, ("black pictures", "pictures of one colour")),
     FaultKind(picture_kinds.frozen, ("frozen pictures",)),
     FaultKind(picture_kinds.cameras_alike, ("cameras alike",)),
     FaultKind(picture_kinds.exchanged, ("cameras exchanged",)),

@@ -63,21 +63,35 @@ def unreadable(data: ExaminedData) -> Iterator[Finding]:
 
 
 def black(data: ExaminedData) -> Iterator[Finding]:
-    """Pictures that are black, or of one colour."""
+    """Pictures that are black, or of one other colour."""
     for camera in data.cameras:
         seen = [picture for picture in pictures(data, camera) if not picture.problem]
-        bad = [picture for picture in seen if picture.is_black or picture.is_blank]
-        if bad:
-            yield Finding(
-                kind="black pictures",
-                count=len(bad),
-                total=len(seen),
-                unit="pictures looked at",
-                where=data.source.describe(bad[0].step),
-                what=f"{camera}: {'black' if bad[0].is_black else 'one colour'}",
-                training="they are trained on like the others",
-                remedy="Leave the camera out of --data.datasets.N.robot.cameras, or these episodes out of the data",
-            )
+        kinds = {
+            "black pictures": [picture for picture in seen if picture.is_black],
+            "pictures of one colour": [picture for picture in seen if picture.is_blank and not picture.is_black],
+        }
+        for kind, bad in kinds.items():
+            if bad:
+                yield Finding(
+                    kind=kind,
+                    count=len(bad),
+                    total=len(seen),
+                    unit="pictures looked at",
+                    where=data.source.describe(bad[0].step),
+                    what=camera,
+                    training="they are trained on like the others",
+                    remedy=f"{leave_out(data, camera)}, or these episodes out of the data",
+                )
+
+
+def leave_out(data: ExaminedData, camera: str) -> str:
+    """What leaves a camera out of a training."""
+    flag = "Leave the camera out with --data.datasets.N.robot.cameras"
+    if data.robot is not None:
+        slots = {name: slot for slot, name in data.robot.cameras.items()}
+        return f"{flag}.{slots.get(camera, 'SLOT')} none"
+    # As ACT and diffusion policies take it (`formats/lerobot/described.py`).
+    return f"{flag}.{camera.rpartition('/')[2]} none (act, diffusion; other models: the slot that a start tells)"
 
 
 def frozen(data: ExaminedData) -> Iterator[Finding]:
@@ -121,7 +135,7 @@ def cameras_alike(data: ExaminedData) -> Iterator[Finding]:
                 where=data.source.describe(equal[0].step),
                 what=f"{one} and {other} show the same picture",
                 training="the policy has one view less than it seems to have",
-                remedy="Look which camera was recorded twice; leave it out of --data.datasets.N.robot.cameras",
+                remedy=f"Look which camera was recorded twice. {leave_out(data, other)}",
             )
 
 

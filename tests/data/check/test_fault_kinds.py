@@ -181,7 +181,7 @@ ALONE = {
     backwards: ("time stamps that go back", 1, "episode 9, step 12"),
     other_script: ("languages mixed", 1, "episode 1, step 0"),
     black: ("black pictures", 8, "episode 10, step 0"),
-    one_colour: ("black pictures", 8, "episode 10, step 0"),
+    one_colour: ("pictures of one colour", 8, "episode 10, step 0"),
     frozen: ("frozen pictures", None, "episode 11"),
 }
 # Faults that lie in different episodes can be in one dataset.
