@@ -267,6 +267,7 @@ def plan(argv: Sequence[str]) -> int:
     from openpi_train.tools.requests import PlanRequest
 
     request, rest = parse_known(PlanRequest, argv, "plan")
+    logs.configure(0)  # for what is told of the experiment: the robot that a dataset describes
     experiment = parse_experiment(request.experiment, ["--exp-name", "plan", *rest])
     from openpi_train.tools.plan import main
 

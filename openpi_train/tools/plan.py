@@ -71,7 +71,7 @@ def main(
     compiled_memory.imitate(num_devices, experiment.sharding.tensor_devices)
     report = make_report(experiment, machine)
     if as_text:
-        print(plan_text.tables(report), flush=True)
+        print(plan_text.tables(report, words), flush=True)
     compiled, accounts, chosen = None, [], report.recommended
     if compiler == "cpu" and chosen is not None:
         compiled = compiled_memory.compile_step(report.experiment, chosen)
@@ -85,7 +85,7 @@ def main(
         def compile_one(one: Forecast) -> GpuAccount:
             return gpu_step.compile_candidate([*words, *plan_text.flags(experiment, one)], one, flags)
 
-        report, accounts = _judged(report, compile_one, compile_all=compile_all, as_text=as_text)
+        report, accounts = _judged(report, compile_one, words, compile_all=compile_all, as_text=as_text)
     if as_text and asked == "auto" and chosen is not None and (unasked := _why_unasked(compiler, machine, experiment)):
         print(f"\nThe compiler was not asked: {unasked}")
     if not as_text:
@@ -94,7 +94,12 @@ def main(
 
 
 def _judged(
-    report: Report, compile_one: Callable[[Forecast], GpuAccount], *, compile_all: bool, as_text: bool
+    report: Report,
+    compile_one: Callable[[Forecast], GpuAccount],
+    words: Sequence[str],
+    *,
+    compile_all: bool,
+    as_text: bool,
 ) -> tuple[Report, list[tuple[Forecast, GpuAccount]]]:
     """All candidates that fit by the estimate, compiled for GPUs; or the recommended one, and as long as that does not
     fit, the next, as a run takes it. The report then recommends that one."""
@@ -114,7 +119,7 @@ def _judged(
             why = f"{other.words()}, as {one.words()} needs {account.peak_bytes / GIB:.1f} GiB by the compiler"
             report = dataclasses.replace(report, recommended=other, why=why)
             if as_text:
-                print(f"\nRecommended instead: {why}\n\n  {' '.join(plan_text.flags(report.experiment, other))}")
+                print(f"\nRecommended instead: {why}\n\n{plan_text.command(words, report.experiment, other)}")
     if as_text and len(accounts) > 1:
         print("\n" + gpu_text.comparison(accounts))
     return report, accounts

@@ -1,5 +1,6 @@
 """Formats a plan as text: three tables, the recommendation, and the compiler's figures. Read next: `plan.py`."""
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from openpi_train.tools.plan import Report
 
 
-def tables(report: "Report") -> str:
-    """The text without the compiler's part."""
+def tables(report: "Report", words: Sequence[str]) -> str:
+    """The text without the compiler's part. `words` are the experiment and its flags, as typed."""
     machine, experiment, sharding = report.machine, report.experiment, report.experiment.sharding
     hosts = f"{machine.num_hosts} host{'s' if machine.num_hosts > 1 else ''}"
     groups = f", tensor groups of {sharding.tensor_devices} devices" if sharding.tensor_devices > 1 else ""
@@ -68,11 +69,15 @@ def tables(report: "Report") -> str:
         if remote := remote_weights(experiment):
             parts.append("\n".join(f"Start weights: {line}" for line in remote))
         if chosen.grad_accum != experiment.grad_accum:
+            others = [one for one in report.forecasts if one.most_rows * experiment.grad_accum >= _rows(one)]
+            happens = (
+                "which needs another of these candidates, slower by this forecast" if others else "and does not fit"
+            )
             parts.append(
                 f"A run does not choose --grad-accum {chosen.grad_accum} by itself: without the flag it takes "
-                f"{experiment.grad_accum}, the least that this plan has looked at."
+                f"{experiment.grad_accum}, {happens}."
             )
-        parts.append(f"  {' '.join(flags(experiment, chosen))}")
+        parts.append(command(words, experiment, chosen))
     return "\n\n".join(parts)
 
 
@@ -92,6 +97,19 @@ def compiled(found: Compiled, chosen: Forecast) -> str:
         "XLA for CPUs widens much of bfloat16 to float32, has no fused attention, and its layers are in a loop: a "
         f"GPU's own program needs less. Together {bound / GIB:.1f} GiB of {usable / GIB:.1f}: that {verdict}."
     )
+
+
+def _rows(one: Forecast) -> int:
+    """Rows of a step on each device."""
+    return one.rows * one.grad_accum
+
+
+def command(words: Sequence[str], experiment: Experiment, chosen: Forecast) -> str:
+    """What trains as planned: the experiment and its flags as typed, and in a line of their own those of the plan."""
+    is_named = any(word.partition("=")[0].replace("_", "-") == "--exp-name" for word in words)
+    name = [] if is_named else ["--exp-name", "NAME"]
+    typed = shlex.join(["python", "-m", "openpi_train", words[0], *name, *words[1:]])
+    return f"  {typed} \\\n  {' '.join(flags(experiment, chosen))}"
 
 
 def flags(experiment: Experiment, chosen: Forecast) -> list[str]:

@@ -54,7 +54,9 @@ def test_the_tables_end_with_a_recommendation_as_flags(monkeypatch, capsys):
     assert text.startswith("debug on 4 x h100, 2 hosts: batch 8") and "network: 50 GB/s out of a host" in text
     for strategy in CUT:
         assert len(re.findall(rf"^  {strategy} ", text, re.MULTILINE)) == 1 + len(get_args(Remat))
-    assert text.endswith("--sharding.strategy replicated --model.remat none --grad-accum 1\n")
+    typed = " ".join(("debug", "--exp-name", "NAME", *AUTO))
+    told = f"  python -m openpi_train {typed} \\\n  --sharding.strategy replicated --model.remat none --grad-accum 1\n"
+    assert text.endswith(told)
     assert "does not choose --grad-accum" not in text and "Length: " in text and " hours, without compiling" in text
 
 
@@ -66,6 +68,7 @@ def test_accumulation_that_a_run_would_not_choose_by_itself_is_told(monkeypatch,
     number = int(re.search(r"--grad-accum (\d+)\n$", text)[1])
     assert number > 1
     assert f"does not choose --grad-accum {number} by itself: without the flag it takes 1, " in text
+    assert "takes 1, and does not fit." in text or "takes 1, which needs another of these candidates, slower" in text
 
 
 @pytest.mark.slow

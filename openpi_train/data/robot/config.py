@@ -119,7 +119,7 @@ class DataConfig(Data):
             try:
                 _ = dataset.robot.delta_mask
             except ValueError as error:
-                problems.append(f"--data.datasets.{number}: {error}")
+                problems.append(numbered(f"--data.datasets.{number}: {error}", number))
         if not self.datasets:
             problems.append("there is no dataset to train on: give --dataset FOLDER, a LeRobot dataset or a zarr store")
         problems += differences([(one.asset, one.robot) for one in self.datasets], self.may_differ)
