@@ -223,6 +223,22 @@ def generate(argv: Sequence[str]) -> int:
     return main(request, settings)
 
 
+def reproduce(argv: Sequence[str]) -> int:
+    """`reproduce NAME`: make a published or own result again by one command: data, training, evaluation, a record."""
+    from openpi_train.command_line import Own, TrainFlags, parse
+    from openpi_train.reproduce import board
+    from openpi_train.reproduce.reproduce_request import ReproduceRequest
+
+    kind = tuple[Own[ReproduceRequest], Own[TrainFlags]]
+    request, process = parse(kind, argv, "reproduce", ReproduceRequest.__doc__)
+    if request.show or not request.name:
+        print(board.table())
+        return 0
+    from openpi_train.reproduce.reproduce_run import main
+
+    run_guarded(lambda: main(request, process))
+
+
 def report(argv: Sequence[str]) -> int:
     """`report RUN`: write one HTML file about a run: curves, time, memory, data, evaluations with videos."""
     from openpi_train.command_line import parse
@@ -321,6 +337,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
     "eval": evaluate,
     "generate": generate,
+    "reproduce": reproduce,
     "report": report,
     "runs": runs,
 }
@@ -331,5 +348,5 @@ _WITHOUT_JAX = ("list", "launch", "runs")
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {(verb.__doc__ or '').split(': ', 1)[-1].splitlines()[0]}" for name, verb in VERBS.items()]
+    lines = [f"  {name:<9} {(verb.__doc__ or '').split(': ', 1)[-1].splitlines()[0]}" for name, verb in VERBS.items()]
     return USAGE_TEXT.format(verbs="\n".join(lines))

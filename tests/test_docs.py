@@ -36,6 +36,7 @@ from openpi_train.keys import row_keys
 from openpi_train.models.language import LanguageConfig, huggingface
 from openpi_train.nn.decoder_sizes import DecoderSizes
 from openpi_train.planning.gpu import plugin
+from openpi_train.reproduce import reproduce_run
 from openpi_train.serve import main as serve_main
 from openpi_train.tools import (
     convert_checkpoint,
@@ -159,7 +160,13 @@ def only_parsing(monkeypatch, my_runs) -> list[object]:
         monkeypatch.setattr(module, "run_guarded", run_guarded)
     places = {start: ["main"], dry_run: ["dry_run"], stats: ["stats_table"], doctor: ["main"], plan: ["main"]}
     places |= {serve_main: ["run", "replay"], convert_checkpoint: ["main"], evaluate_policy: ["main"], report: ["main"]}
-    places |= {generate_text: ["main"], posttrain: ["prepare_data"], gpu_step: ["main"], list_runs: ["main"]}
+    places |= {
+        reproduce_run: ["main"],
+        generate_text: ["main"],
+        posttrain: ["prepare_data"],
+        gpu_step: ["main"],
+        list_runs: ["main"],
+    }
     monkeypatch.setattr(
         resume_run, "experiment_of", lambda _: dataclasses.replace(registry.load("debug"), exp_name="x")
     )
@@ -185,7 +192,7 @@ def check_program(arguments: list[str], seen: list[object]) -> None:
     except SystemExit as ending:
         code = ending.code
     assert not code
-    only_prints = arguments[0] == "list" or arguments[:2] == ["convert", "deepspeed"]
+    only_prints = arguments in (["list"], ["reproduce"]) or arguments[:2] == ["convert", "deepspeed"]
     assert with_help or only_prints or len(seen) == before + 1
     if seen and not with_help and hasattr(seen[-1], "exp_name"):
         assert seen[-1].exp_name, "a training command needs --exp-name"

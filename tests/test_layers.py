@@ -37,7 +37,7 @@ ROWS = (
     {"tools", "serve"},
     {"doors"},
     {"experiment_flags"},
-    {"train_verbs"},
+    {"train_verbs", "reproduce"},
     {"cli"},
     {"__main__"},
 )

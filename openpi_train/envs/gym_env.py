@@ -12,11 +12,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.env_pool import Leased, numbers_of
+from openpi_train.envs.gym_experts import EXPERTS
 from openpi_train.envs.gym_observation import entries, is_picture, picture
 from openpi_train.envs.gym_source import GymSource
 from openpi_train.fields import at_least
@@ -30,6 +32,8 @@ _MAX_STEPS, _CONTROL_HZ = 100, 10.0
 _SUCCESS = ("is_success", "success")
 # Where LeRobot's environments have their pictures.
 _PIXELS = "pixels"
+# Noise on an expert's actions, as a share of what they may be: disturbances that its commands correct.
+_NOISE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,10 @@ class GymEnv(Env):
         return self.step_limit or self._about.max_steps
 
     has_reward: ClassVar[bool] = True
+
+    @property
+    def has_expert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.source in EXPERTS
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -150,6 +158,15 @@ class GymEnv(Env):
 
     def success(self, states: "GymEpisodes") -> Bool[np.ndarray, " b"]:
         return states.success
+
+    def demonstrate(
+        self, states: "GymEpisodes", keys: Key[Array, " b"]
+    ) -> tuple[Float[np.ndarray, "b a"], Float[np.ndarray, "b a"]]:
+        """The commands of the expert (`gym_experts.py`), and the same with noise on all dims that they use."""
+        commands = np.stack([EXPERTS[self.source](one) for one in states.observations])
+        noise = jax.vmap(lambda key: jax.random.normal(key, commands.shape[1:]))(keys)
+        disturbed = np.where(commands == 0, 0, commands + _NOISE * np.asarray(noise))
+        return commands, np.clip(disturbed, *self.action_bounds).astype(np.float32)
 
     def reward(self, states: "GymEpisodes") -> Float[np.ndarray, " b"]:
         """Gymnasium's; 0 where an episode is over."""

@@ -146,7 +146,7 @@ class Sample(DataRequest):
 class Collect(DataRequest):
     """Record demonstrations by an environment's scripted expert, as a zarr store."""
 
-    # metaworld (needs the extra sim) or tabletop.
+    # metaworld (needs the extra sim), fetch:reach, fetch:push (the extra fetch) or tabletop.
     env: Annotated[str, Positional, arg(metavar="ENV")]
     # The store to make; a begun one is continued.
     out: Path
@@ -164,13 +164,15 @@ class Collect(DataRequest):
     def run(self, experiment: "Experiment | None") -> None:
         import jax
 
+        from openpi_train.envs.in_processes import ProcessEnv
         from openpi_train.envs.named_envs import environment
         from openpi_train.tools.collect import collect
 
         # As for `prepare`.
         jax.config.update("jax_platforms", "cpu")
+        env = environment(self.env, image_size=self.image_size)
         found = collect(
-            environment(self.env, image_size=self.image_size),
+            env.env if isinstance(env, ProcessEnv) else env,  # `workers` are the processes here
             self.out,
             tasks=self.tasks or None,
             episodes_per_task=self.episodes_per_task,

@@ -41,7 +41,7 @@ from openpi_train.runtime.device_limits import peak_flops
 from openpi_train.runtime.exits import CheckpointError, HardwareError, Preempted, reported_as
 from openpi_train.runtime.passing_errors import patiently
 from openpi_train.runtime.phases import phase
-from openpi_train.runtime.world import WorldFlags, find_world, is_restart
+from openpi_train.runtime.world import World, WorldFlags, find_world, is_restart
 from openpi_train.training import crash_loop
 from openpi_train.training.device_speed import DeviceSpeed
 from openpi_train.training.documented_links import link_documented
@@ -80,6 +80,17 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
         timeouts=timeouts,
         shared_folder=Path(experiment.checkpoint_base_dir),
     )
+    run_met(experiment, world)
+    with phase("ending"):
+        session.stop(timeouts.finish_s)
+    return 0
+
+
+def run_met(experiment: Experiment, world: World) -> None:
+    """Run the experiment in processes that have met, up to its report. Every process must call it.
+
+    Before it raises Preempted, it leaves the session: all processes end together.
+    """
     if experiment.resume and world.process_index == 0:
         directory = experiment.run_dir
         phases.expect(patiently(lambda: read_longest(directory), f"reading {directory}"))
@@ -104,14 +115,13 @@ def main(experiment: Experiment, flags: WorldFlags, devices_per_process: int | N
                 logger.warning("nothing is left to train: raise --num-train-steps to go on")
                 run.finish(keep_results=not run.catch_up(run.state))
     except Preempted:
-        session.stop(timeouts.finish_s)  # all processes end together: the first to leave would abort the others
+        # All processes end together: the first to leave would abort the others.
+        session.stop(experiment.timeouts.finish_s)
         raise
     except KeyboardInterrupt as error:
         raise interrupted(run.directory) from error
     with phase("ending"):
         report(run)
-        session.stop(timeouts.finish_s)
-    return 0
 
 
 def require_devices(experiment: Experiment) -> None:

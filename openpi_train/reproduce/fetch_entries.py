@@ -1,0 +1,38 @@
+"""The Fetch arm of gymnasium-robotics, from states, by imitation of the scripted experts of `envs/gym_experts.py`.
+
+No figure is published for imitation of them: Plappert et al. 2018 learn the same tasks from rewards.
+"""
+
+from openpi_train.reproduce.reproduction import Reproduction
+
+# ACT without pictures: the encoder reads the state alone. There is no latent: the expert acts in one way only.
+_SMALL_ACT = (
+    "--model.no-use-vae --model.dim-model 64 --model.n-heads 4 --model.dim-feedforward 128 --model.n-encoder-layers 2 "
+    "--model.dropout 0 --model.dtype float32 --model.action-horizon 8 --ema-decay 0.99 --batch-size 64 --num-workers 0 "
+    "--log-interval 100 --lr-schedule.kind cosine --lr-schedule.peak-lr 1e-3 --lr-schedule.warmup-steps 50"
+)
+
+
+def _imitated(task: str, what: str, episodes: int, steps: int, minutes: float | None) -> Reproduction:
+    return Reproduction(
+        name=f"fetch_{task}",
+        what=f"a small ACT from states {what} with the Fetch arm, from {episodes} scripted demonstrations",
+        data={
+            "{data}.zarr": f"data collect fetch:{task} --out {{data}}.zarr --episodes-per-task {episodes}",
+            "{data}": "data convert {data}.zarr {data} --to lerobot --control-hz 25",
+        },
+        train=f"act --dataset {{data}} {_SMALL_ACT} --num-train-steps {steps} --save-interval {steps} "
+        f"--eval.interval {steps} --eval.num-rows 256",
+        evaluations={
+            f"fetch:{task}": f"eval {{run}} --env fetch:{task} --episodes 100 --execute 4 --held-out 0 --videos 0"
+        },
+        extra="fetch",
+        module="gymnasium_robotics",
+        minutes=minutes,
+    )
+
+
+ENTRIES = (
+    _imitated("reach", "reaches the goal", 64, 1500, None),
+    _imitated("push", "pushes the block to its goal", 256, 6000, None),
+)
