@@ -25,6 +25,7 @@ from openpi_train.command_line import (
     whole_number,
 )
 from openpi_train.fields import at_least
+from openpi_train.reproduce.reproduce_request import ReproduceRequest
 from openpi_train.runtime.device_kinds import KINDS
 from openpi_train.runtime.exits import UsageError
 from openpi_train.serve.request import ServeRequest
@@ -32,7 +33,7 @@ from openpi_train.tools import data, requests
 
 REQUESTS = [
     *(kind for kind in vars(requests).values() if isinstance(kind, type) and issubclass(kind, Request)),
-    *(*typing.get_args(data.AnyDataRequest), ServeRequest, TrainFlags, OverrideFlags),
+    *(*typing.get_args(data.AnyDataRequest), ServeRequest, ReproduceRequest, TrainFlags, OverrideFlags),
 ]
 
 

@@ -33,6 +33,6 @@ def _imitated(task: str, what: str, episodes: int, steps: int, minutes: float | 
 
 
 ENTRIES = (
-    _imitated("reach", "reaches the goal", 64, 1500, None),
-    _imitated("push", "pushes the block to its goal", 256, 6000, None),
+    _imitated("reach", "reaches the goal", 64, 1500, 5),
+    _imitated("push", "pushes the block to its goal", 192, 5000, None),
 )

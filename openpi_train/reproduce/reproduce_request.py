@@ -23,7 +23,7 @@ class ReproduceRequest(Request):
     show: Annotated[bool, arg(name="list")] = False
     # A record.json: make the result anew, and say what equals it bit for bit. Exit code 3 if a result differs.
     record: Annotated[Path | None, arg(name="check")] = None
-    # The folder of data, run, evaluations and record; None: reproduce/NAME, and with --check reproduce/NAME.check.
+    # The folder of data, run, evaluations and record; None: reproduce/NAME, or for --check reproduce/NAME.check, anew.
     out: Path | None = None
 
     @property

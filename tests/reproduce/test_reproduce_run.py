@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from openpi_train.launch import processes
+
 # An entry of two steps, as the board has them; what it learns does not matter.
 PROGRAM = textwrap.dedent(
     """
@@ -46,7 +48,7 @@ def run(folder, *words):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not importlib.util.find_spec("gymnasium_robotics"), reason="gymnasium-robotics is missing")
-def test_an_entry_goes_on_and_equals_its_record_on_two_processes(tmp_path, free_port):
+def test_an_entry_goes_on_and_equals_its_record_on_two_processes(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     code, said = run(tmp_path)
     assert code == 0, said
@@ -67,7 +69,7 @@ def test_an_entry_goes_on_and_equals_its_record_on_two_processes(tmp_path, free_
     assert {name: again[name] for name in same} == {name: record[name] for name in same}
 
     # Anew, on two processes with a device each in place of one with two.
-    where = ["--coordinator", f"127.0.0.1:{free_port}", "--num-processes", 2, "--process-id"]
+    where = ["--coordinator", f"127.0.0.1:{processes.free_port()}", "--num-processes", 2, "--process-id"]
     both = [start(tmp_path, "--check", folder / "record.json", *where, index) for index in (0, 1)]
     said = [process.communicate(timeout=600)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
