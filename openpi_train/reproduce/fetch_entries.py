@@ -34,5 +34,5 @@ def _imitated(task: str, what: str, episodes: int, steps: int, minutes: float | 
 
 ENTRIES = (
     _imitated("reach", "reaches the goal", 64, 1500, 5),
-    _imitated("push", "pushes the block to its goal", 192, 5000, None),
+    _imitated("push", "pushes the block to its goal", 192, 5000, 9),
 )

@@ -11,7 +11,8 @@ ENTRIES = (
             "https://diffusion-policy.cs.columbia.edu/data/training/pusht.zip && unzip -d {data} {data}/pusht.zip"
         },
         train="pusht_dp --data.datasets.0.source.path {data}/pusht/pusht_cchi_v7_replay.zarr",
-        evaluations={"pusht": "eval {run} --env pusht --episodes 500 --held-out 0 --videos 0"},
+        # `img` is the store's name of the camera.
+        evaluations={"pusht": "eval {run} --env pusht --env.cameras img=pixels --episodes 500 --held-out 0 --videos 0"},
         extra="pusht",
         module="gym_pusht",
         machine="1 GPU",

@@ -56,16 +56,17 @@ def main(request: ReproduceRequest, process: TrainFlags) -> int:
         raise UsageError(entry.lacking)
     world = find_world(process, os.environ)
     logs.configure(world.process_index)
-    if world.process_index == 0:
+    is_first = world.process_index == 0
+    if (folder / _RECORD).is_file():
+        logger.info("%s is complete: another --out makes it anew", folder)
+        return _tell(entry, folder, then) if is_first else DONE
+    if is_first:
         _require_data(entry, folder)
     devices = process.devices_per_process or max(entry.cpu_devices // world.process_count, 1)
     facts = {"reproduce": dataclasses.asdict(entry), "out": str(folder)}
     session.start(world, facts=facts, devices_per_process=devices, shared_folder=folder)
-    now = _Reproducing(entry, folder, world).run()
-    code = DONE
-    if world.process_index == 0:
-        print(f"{entry.name}: {folder / _RECORD}\n{result_record.in_words(now)}")
-        code = DONE if then is None else _tell_comparison(then, now)
+    _Reproducing(entry, folder, world).run()
+    code = _tell(entry, folder, then) if is_first else DONE
     session.stop()
     return code
 
@@ -101,8 +102,8 @@ class _Reproducing:
         done = read_json(folder / "stages.json") if (folder / "stages.json").is_file() else {}
         self._done: dict[str, float] = agree.broadcast("stages that are done", done)
 
-    def run(self) -> JsonObject:
-        """The record, after all stages that are not done. Every process must call it."""
+    def run(self) -> None:
+        """Do all stages that are not done, and write the record. Every process must call it."""
         entry, folder = self._entry, self._folder
         with phase("making the data"):
             self._stage("data", self._make_data, _DATA_S)
@@ -113,8 +114,8 @@ class _Reproducing:
         for name, words in entry.evaluation_words(folder).items():
             with phase("evaluating"):
                 self._stage(f"eval {name}", lambda words=words: evaluate_policy.run(*_evaluation(words)))
-        record = self._record(experiment) if self._is_first else None
-        return agree.broadcast("the record", record)
+        if self._is_first:
+            self._write_record(experiment)
 
     def _stage(self, name: str, work: Callable[[], object], timeout_s: float = agree.DEFAULT_TIMEOUT_S) -> None:
         """Do what is not done yet, and note it with the seconds that it took."""
@@ -140,7 +141,7 @@ class _Reproducing:
             self._done[step] = round(time.monotonic() - began, 1)
             write_json(self._folder / "stages.json", self._done)
 
-    def _record(self, experiment: Experiment | None) -> JsonObject:
+    def _write_record(self, experiment: Experiment | None) -> None:
         entry, folder = self._entry, self._folder
         parts: dict[str, object] = {"data": None, "losses": None, "parameters": None}
         if experiment is not None:
@@ -161,7 +162,13 @@ class _Reproducing:
             "environment": environment(),
         }
         write_json(folder / _RECORD, record)
-        return record
+
+
+def _tell(entry: Reproduction, folder: Path, then: JsonObject | None) -> int:
+    """Print the record of the folder, and what differs from another one. Returns the exit code."""
+    now = result_record.read_record(folder / _RECORD)
+    print(f"{entry.name}: {folder / _RECORD}\n{result_record.in_words(now)}")
+    return DONE if then is None else _tell_comparison(then, now)
 
 
 def _tell_comparison(then: JsonObject, now: JsonObject) -> int:

@@ -11,6 +11,7 @@ from openpi_train.reproduce import board, reproduce_run
 from openpi_train.reproduce.board import BOARD
 from openpi_train.reproduce.reproduce_request import ReproduceRequest
 from openpi_train.runtime.exits import DATA, UsageError
+from openpi_train.tools import evaluate_policy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "reproduce.md"
 FETCHED = ("pusht_dp", "aloha_act", "pi05_libero_trained")
@@ -32,6 +33,22 @@ def test_an_entry_names_an_experiment_and_what_it_acts_in(name):
         request, _ = reproduce_run._evaluation(words)
         assert request.held_out == 0 and request.out is not None and request.out.is_relative_to("out/eval")
         assert bool(entry.train) == request.checkpoint.startswith("out/runs/")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name, entry in BOARD.items() if "--dataset" not in entry.train])
+def test_the_robot_of_an_entry_fits_what_it_acts_in(name):
+    """Dims and cameras, which else only an evaluation finds out, after the training."""
+    entry = BOARD[name]
+    if entry.lacking:
+        pytest.skip(entry.lacking)
+    for words in entry.evaluation_words(Path("out")).values():
+        request, _ = reproduce_run._evaluation(words)
+        experiment = registry.load(request.experiment or entry.train.split()[0])
+        (robot,) = [one.robot for one in experiment.demonstrations.datasets]
+        env = evaluate_policy.closed_loop_of(request, experiment, 0).env
+        assert (len(robot.state_names), len(robot.action_names)) == (env.state_dim, env.action_dim)
+        assert {env.camera_of(camera) for camera in robot.cameras.values()} <= {*env.cameras}
 
 
 @pytest.mark.parametrize("name", FETCHED)
