@@ -23,8 +23,8 @@ from openpi_train.sampling.action_sampler import sample_keys
 SEED, ROWS, ENV = 7, 16, TabletopEnv()
 # What is drawn from a row's key, by objectives, augmentation, samplers and distributions.
 USES = (
-    "noise", "time", "latent", "dropout", "indicator", "demonstrations", "denoising", "token", "augment/base_0_rgb",
-    "augment/left_wrist_0_rgb", "augment/right_wrist_0_rgb",
+    "noise", "time", "delay", "latent", "dropout", "indicator", "demonstrations", "denoising", "token",
+    "augment/base_0_rgb", "augment/left_wrist_0_rgb", "augment/right_wrist_0_rgb",
 )  # fmt: skip
 EPISODES = ("env/reset", "env/policy")
 
