@@ -156,7 +156,9 @@ def test_a_folder_of_hugging_face_is_evaluated_on_any_texts(base, tmp_path, monk
     with pytest.raises(DataError, match="absent"):
         evaluated(folder, tmp_path / "none", data=str(tmp_path / "absent.jsonl"))
     texts.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(DataError, match=r"this run takes [^;:]*: name its columns of that type \(--columns text=COLUMN or [^)]*\)$"):
+    with pytest.raises(
+        DataError, match=r"this run takes [^;:]*: name its columns of that type \(--columns text=COLUMN or [^)]*\)$"
+    ):
         evaluated(folder, tmp_path / "none", data=str(texts))
     with pytest.raises(UsageError, match="lies in no run's directory"):
         evaluate_policy.run(EvaluateRequest(checkpoint=str(folder)))

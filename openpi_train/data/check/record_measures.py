@@ -22,12 +22,12 @@ from openpi_train.data.core.findings import Finding
 from openpi_train.data.core.progress import Progress
 from openpi_train.data.core.source import BadRecord
 from openpi_train.data.text.encoded_parts import renamed
-from openpi_train.data.text.examples import COLUMNS, Example, example_of
+from openpi_train.data.text.examples import COLUMNS, Example, UnknownTypeError, example_of
 from openpi_train.data.text.text_files import TextFile, parsed
 from openpi_train.json_object import JsonObject
 
 # Increase it when a measure changes.
-_VERSION = 3
+_VERSION = 4
 _REPORT_RECORDS = 1_000
 _ARRAYS = {
     "texts": np.uint64,
@@ -52,7 +52,7 @@ class RecordMeasures:
     other texts; `opposites`: those of records that say the opposite. `prompt_scripts`, `answer_scripts`: numbers of
     `scripts`, -1 for none. `flags`: bits of `record_flags.py`. `types`: the place of the first record of each type.
     `tokens`: records that have each special token in their texts. `bad`: how many records cannot be read, and the first
-    with its place and its columns; `equal`: those whose `chosen` is their `rejected`, and the place of the first.
+    with its place and what to do; `equal`: those whose `chosen` is their `rejected`, and the place of the first.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -62,7 +62,7 @@ class RecordMeasures:
     tokens: Mapping[str, int]
     bad: int
     first_bad: str
-    bad_columns: Sequence[str]
+    bad_remedy: str
     equal: int
     first_equal: str
     file_names: Sequence[str]
@@ -147,12 +147,12 @@ def _of_file(
     rows: dict[str, list[int]] = {name: [] for name in _ARRAYS}
     scripts: dict[str, int] = {}
     seen: dict[str, Any] = {"types": {}, "counts": collections.Counter(), "tokens": collections.Counter()}
-    seen |= {"bad": 0, "first_bad": "", "bad_columns": [], "equal": 0, "first_equal": ""}
+    seen |= {"bad": 0, "first_bad": "", "bad_remedy": "", "equal": 0, "first_equal": ""}
     size, done = file.path.stat().st_size / 1e6, 0
 
-    def bad(message: str, names: Sequence[str] = ()) -> None:
+    def bad(message: str, remedy: str = "") -> None:
         if not seen["bad"]:
-            seen["first_bad"], seen["bad_columns"] = message, list(names)
+            seen["first_bad"], seen["bad_remedy"] = message, remedy
         seen["bad"] += 1
 
     try:
@@ -160,18 +160,19 @@ def _of_file(
             done += 1
             if done % _REPORT_RECORDS == 0:
                 progress.add(0)
-            names: Sequence[str] = ()
             try:
                 record = parsed(raw)
-                names = [str(name) for name in record]
                 given = renamed(record, columns)
                 if given.get("chosen") is not None and given["chosen"] == given.get("rejected"):
                     seen["first_equal"] = seen["first_equal"] or file.place(line)
                     seen["equal"] += 1
                     continue
                 example = example_of(given)
+            except UnknownTypeError as error:
+                bad(f"{file.place(line)}: {error.told}", "" if columns else error.remedy)
+                continue
             except ValueError as error:
-                bad(f"{file.place(line)}: {error}", names)
+                bad(f"{file.place(line)}: {error}")
                 continue
             seen["types"].setdefault(str(example.type), file.place(line))
             seen["counts"][str(example.type)] += 1
@@ -245,7 +246,7 @@ def _joined(parts: Sequence[dict[str, Any]], told: Sequence[JsonObject], names: 
         name: np.concatenate([np.empty(0, dtype), *(part[name] for part in parts)]).astype(dtype)
         for name, dtype in _ARRAYS.items()
     }
-    first_bad = next((seen for seen in told if seen["bad"]), {"first_bad": "", "bad_columns": ()})
+    first_bad = next((seen for seen in told if seen["bad"]), {"first_bad": "", "bad_remedy": ""})
     return RecordMeasures(
         arrays=joined,
         scripts=list(scripts),
@@ -254,7 +255,7 @@ def _joined(parts: Sequence[dict[str, Any]], told: Sequence[JsonObject], names: 
         tokens=tokens,
         bad=sum(seen["bad"] for seen in told),
         first_bad=first_bad["first_bad"],
-        bad_columns=first_bad["bad_columns"],
+        bad_remedy=first_bad["bad_remedy"],
         equal=sum(seen["equal"] for seen in told),
         first_equal=next((seen["first_equal"] for seen in told if seen["equal"]), ""),
         file_names=names,

@@ -1,4 +1,4 @@
-"""Kinds of faults of texts, judged by measures of every record. Read next: `record_measures.py`, `text_columns.py`."""
+"""Kinds of faults of texts, judged by measures of every record. Read next: `record_measures.py`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ import numpy as np
 from openpi_train.data.check import record_flags
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.scripts import shares_in_words
-from openpi_train.data.check.text_columns import columns_in_words
 from openpi_train.data.core.findings import Finding
+from openpi_train.data.text.text_columns import FLAG
 
 # A text is very long if it has more characters than both.
 _MEDIANS, _LONG = 50, 20_000
@@ -24,14 +24,16 @@ def unreadable(data: ExaminedTexts) -> Iterator[Finding]:
     """Records that cannot be read, or are of no known type."""
     for measures in (data.measures, data.held_out_measures):
         if measures.bad:
+            remedy = (measures.bad_remedy or "repair or remove these records").replace(FLAG, data.columns_flag)
             yield Finding(
                 kind="unreadable records",
                 count=measures.bad,
                 total=measures.bad + len(measures),
                 unit="records",
-                where=measures.first_bad.replace("--data.datasets.N.columns", data.columns_flag),
-                training="a run ends at the first one, or leaves them out (--data.on-bad-record skip)",
-                remedy=columns_in_words(measures.bad_columns, data) or "Repair or remove these records",
+                where=measures.first_bad.replace(FLAG, data.columns_flag),
+                training="a run ends at the first one"
+                + (", or leaves them out (--data.on-bad-record skip)" if len(measures) else ""),
+                remedy=remedy[:1].upper() + remedy[1:],
             )
 
 

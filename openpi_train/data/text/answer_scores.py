@@ -84,10 +84,10 @@ class AnswerScore:
         given = form.arguments({name: arguments[name] for name in GIVEN}, arguments)
         return self._checked(prompt, lambda: self.function(**given), len(completions))
 
-    def _checked(self, prompt: str, call: Callable[[], Any], count: int) -> list[float | None]:
+    def _checked(self, prompt: str, call: Callable[[], object], count: int) -> list[float | None]:
         told = f"the score {self.name} of a completion of {prompt[:_SHOWN]!r}"
         try:
-            found = call()
+            found: Any = call()
             if inspect.iscoroutine(found):
                 found = asyncio.run(found)
             values = [None if value is None else float(value) for value in found]

@@ -94,10 +94,11 @@ class EncodedParts:
         bad: list[str] = []
         endless: list[str] = []
         unknown, first_unknown = 0, None
-        kind = None
+        kind, has_good = None, known is not None
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
             # The tokenizer runs without Python's lock.
             found = list(pool.map(self._encoded, (raw for _, _, raw in records)))
+        has_good = has_good or any(not isinstance(texts, ValueError) for _, texts in found)
         for (file_number, line, _), result in zip(records, found, strict=True):
             place = self.files[file_number].place(line)
             example, texts = result
@@ -109,7 +110,7 @@ class EncodedParts:
                 if isinstance(texts, UnfitSettingsError):
                     raise UnfitSettingsError(told)
                 if self.on_bad_record == "error":
-                    raise bad_record(self.name, place, texts)
+                    raise bad_record(self.name, place, texts, has_good=has_good)
                 bad.append(told)
                 continue
             kind = example.type.kind
@@ -160,9 +161,10 @@ class EncodedParts:
             )
 
 
-def bad_record(name: str, place: str, problem: object) -> BadRecord:
-    """The error for a record that is wrong, of a dataset of this name."""
-    return BadRecord(f"{name}, {place}: {problem} (--data.on-bad-record skip leaves such records out)")
+def bad_record(name: str, place: str, problem: object, *, has_good: bool) -> BadRecord:
+    """The error for a record that is wrong, of a dataset of this name; `has_good`: others can be read."""
+    skip = " (--data.on-bad-record skip leaves such records out)" if has_good else ""
+    return BadRecord(f"{name}, {place}: {problem}{skip}")
 
 
 def _first(path: Path) -> tuple[str, str] | None:

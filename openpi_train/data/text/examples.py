@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from openpi_train.data.text.message_content import ROLES, text_of, with_calls
+from openpi_train.data.text.text_columns import columns_in_words
 from openpi_train.json_object import JsonObject
 
 Kind = Literal["prompt only", "language modelling", "prompt/completion", "preference", "unpaired preference"]
@@ -80,8 +81,22 @@ class Example:
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class UnknownTypeError(ValueError):
+    """The columns of a record are those of no type. `told` says so, `remedy` what to do."""
+
+    def __init__(self, told: str, remedy: str):
+        super().__init__(told, remedy)
+        self.told, self.remedy = told, remedy
+
+    def __str__(self) -> str:
+        return f"{self.told}: {self.remedy}"
+
+
 def example_of(record: JsonObject) -> Example:
-    """The example in a record; entries that are None count as absent. Raises ValueError, saying what is wrong."""
+    """The example in a record; entries that are None count as absent.
+
+    Raises ValueError, saying what is wrong; UnknownTypeError if its columns are of no type.
+    """
     given = _of_sharegpt({name: value for name, value in record.items() if value is not None})
     told: dict[str, Any] = {"variables": _variables(given)}
     if {"chosen", "rejected"} <= given.keys():
@@ -109,9 +124,10 @@ def example_of(record: JsonObject) -> Example:
     if empty := [name for name in _TEXTS if name in record and record[name] is None]:
         are = "is" if len(empty) == 1 else "are"
         raise ValueError(f"{' and '.join(empty)} {are} null; needed is a string, or a list of messages")
-    raise ValueError(
-        f"its columns {sorted(record)} are of no known type: needed are `text`, `messages`, `prompt`, `prompt` and "
-        "`completion`, or `chosen` and `rejected`; name them with --data.datasets.N.columns, such as completion=answer"
+    raise UnknownTypeError(
+        f"its columns {sorted(record)} are of no known type (`text`, `messages`, `prompt`, `prompt` and `completion`, "
+        "or `chosen` and `rejected`)",
+        columns_in_words(record),
     )
 
 

@@ -3,11 +3,13 @@
 Read next: `text_rows.py`, `core/feed.py`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +32,7 @@ from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
 from openpi_train.data.text.token_cache import UNKNOWN, TokenCache, require_kind
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.tokenizers.text_tokenizer import FOLDER, TextTokenizer, load_text_tokenizer
-from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
+from openpi_train.runtime.exits import DataError, ErrorCollector, RunError, reported_as
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -43,6 +45,8 @@ _VALIDATION_SEED = 0
 _MOST_LENGTHS = 64
 # Of more unknown tokens than this share a dataset is refused.
 _MOST_UNKNOWN = 0.5
+# Records after a bad one in which a good one is looked for.
+_LOOKED_AT = 100
 _KINDS = {
     "texts": ("language modelling", "prompt/completion"),
     "preferences": ("preference",),
@@ -151,7 +155,10 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     tokenizer = load_text_tokenizer(config.tokenizer, offline=config.offline)
     _check_model(config, request.model, tokenizer)
     encoder = _encoder(config, tokenizer)
-    splits = [_open_splits(config, number, dataset, encoder) for number, dataset in enumerate(config.datasets)]
+    splits = []
+    for number, dataset in enumerate(config.datasets):
+        with _numbered(number):
+            splits.append(_open_splits(config, number, dataset, encoder))
     for train, held_out in splits:
         for split in (train, held_out):
             _check_known(split, tokenizer)
@@ -227,7 +234,7 @@ def examine_texts(config: TextData, model: object) -> list[str]:
     """
     together, notes = ErrorCollector(), []
     for number, dataset in enumerate(config.datasets):
-        with together, reported_as(DataError):
+        with together, reported_as(DataError), _numbered(number):
             notes.append(_examine_files(config, number, dataset))
     with together, reported_as(DataError):
         if config.tokenizer.startswith(SCHEME):
@@ -257,29 +264,57 @@ def _examine_first(config: TextData, dataset: TextDataset, file: TextFile) -> No
     if file.is_array:
         return
     columns = dataset.columns_by_type
-    for number, raw in file.records(tuple(columns.values()) or COLUMNS):
+    records = file.records(tuple(columns.values()) or COLUMNS)
+    for number, raw in records:
         try:
             kind = example_of(renamed(parsed(raw), columns)).type.kind
         except ValueError as error:
             if config.on_bad_record == "skip":
                 return
-            raise bad_record(dataset.name, file.place(number), error) from error
+            raise bad_record(dataset.name, file.place(number), error, has_good=_has_good(records, columns)) from error
         require_kind(dataset.name, kind, _KINDS[config.kind])
         return
 
 
+def _has_good(records: Iterable[tuple[int, object]], columns: Mapping[str, str]) -> bool:
+    """Whether one of the first records can be read."""
+    for _, raw in itertools.islice(records, _LOOKED_AT):
+        with contextlib.suppress(ValueError):
+            example_of(renamed(parsed(raw), columns))
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """In this block, messages name the flags of the dataset of this number."""
+    try:
+        yield
+    except (ValueError, RunError) as error:
+        error.args = tuple(str(told).replace("--data.datasets.N.", f"--data.datasets.{number}.") for told in error.args)
+        raise
+
+
 def first_kind(dataset: TextDataset) -> str:
-    """The kind of a dataset's first record (`examples.Kind`).
+    """The kind of the first record of the run's first dataset (`examples.Kind`).
 
     Raises FileNotFoundError if there is no file, ValueError if the record is none.
     """
+    with _numbered(0):
+        return _first_kind(dataset)
+
+
+def _first_kind(dataset: TextDataset) -> str:
     columns = dataset.columns_by_type
     for file in find_files(dataset.path, dataset.split):
-        for number, raw in file.records(tuple(columns.values()) or COLUMNS):
+        records = file.records(tuple(columns.values()) or COLUMNS)
+        for number, raw in records:
             try:
                 return example_of(renamed(parsed(raw), columns)).type.kind
             except ValueError as error:
-                raise bad_record(dataset.name, file.place(number), error) from error
+                raise bad_record(
+                    dataset.name, file.place(number), error, has_good=_has_good(records, columns)
+                ) from error
     raise ValueError(f"no text in {dataset.path}: it is empty")
 
 

@@ -283,15 +283,24 @@ def test_tokens_of_the_experiments_tokenizer_are_told_in_messages_and_may_stand_
             "--columns prompt=instruction completion=output. This leaves out input",
         ),
         ({"dialogue": [{"speaker": "human", "text": "Hi"}]}, "--columns messages=dialogue. Its messages need"),
+        (
+            {"mesages": [{"role": "user", "content": "Hi"}]},
+            "Did you mean messages? Rename it, or name the column: --columns messages=mesages",
+        ),
+        ({"turns": [{"from": "human", "value": "Hi"}], "id": "7"}, "Name the column: --columns messages=turns"),
+        ({"promt": "1+1?", "anwser": "2"}, "prompt=promt completion=anwser"),
+        ({"my text": "1+1?"}, "--columns 'text=my text'"),
+        ({"context": "1+1?", "id": "2"}, "Name the columns: --columns prompt=COLUMN"),
         ({"question": "1+1?", "chosen": "2", "rejected": [3]}, "Repair or remove"),
         ({"content": "A text."}, "--columns text=content"),
-        ({"a": "x", "b": "y"}, "the first such record has a, b"),
+        ({"a": "x", "b": "y"}, "Name the columns: --columns prompt=COLUMN completion=COLUMN, messages=COLUMN or text"),
     ],
 )
 def test_columns_of_no_type_are_told_with_the_flag_that_names_them(record, advice, tmp_path):
     path = write(tmp_path / "made.jsonl", [record] * 3)
     finding = found(path, columns_flag="--columns")["unreadable records"]
     assert advice in finding.remedy and "--data.datasets" not in finding.where + finding.remedy
+    assert "skip" not in finding.training  # nothing would be left
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,12 @@ def test_records_of_another_type_than_the_run_takes_are_refused_with_the_words_o
 
 def test_a_first_record_that_cannot_be_read_is_refused_unless_bad_ones_are_left_out(data, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "?"}\n')
+    words = (
+        r"train.jsonl:1: its columns \['question'\] are of no known type.*--data\.datasets\.0\.columns text=question$"
+    )
+    with pytest.raises(DataError, match=words):
+        data.examine(MODEL)
+    (tmp_path / "train.jsonl").write_text('{"question": "?"}\n{"text": "one"}\n')
     words = r"train.jsonl:1: its columns \['question'\] are of no known type.*--data.on-bad-record skip"
     with pytest.raises(DataError, match=words):
         data.examine(MODEL)

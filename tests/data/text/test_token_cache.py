@@ -325,7 +325,7 @@ def test_an_entry_that_a_column_lacks_is_said(tmp_path):
 
 
 def test_what_a_run_cannot_use_or_find_is_said(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"prompt/completion; .*preference: .*--data\.kind"):
+    with pytest.raises(ValueError, match=r"prompt/completion; .*preference: train lm_sft on it, or name"):
         cache(folder, kinds=["preference"]).open()
     with pytest.raises(BadRecord, match=r"has no answer, which --data\.datasets\.N\.columns names; it has"):
         cache(folder, columns={"completion": "answer"}).open()
