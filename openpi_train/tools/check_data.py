@@ -72,6 +72,11 @@ class CheckedDataset:
     findings: Sequence[Finding] = ()
     failure: Exception | None = None
 
+    @property
+    def has_faults(self) -> bool:
+        """Whether a finding is more than a note."""
+        return any(not finding.is_note for finding in self.findings)
+
     def as_json(self) -> dict[str, Any]:
         """All of it but the failure."""
         return {"name": self.name, "size": self.size, "findings": [finding.as_json() for finding in self.findings]}
@@ -193,7 +198,8 @@ def as_tables(checked: Sequence[CheckedDataset]) -> str:
             table.add_column(header, overflow="fold")
         for one in dataset.findings:
             of = "" if one.total is None else f" of {one.total}"
-            what = f"{one.kind}: {one.what}" if one.what else one.kind
+            kind = f"note, {one.kind}" if one.is_note else one.kind
+            what = f"{kind}: {one.what}" if one.what else kind
             table.add_row(what, f"{one.count}{of} {one.unit}", one.where, one.training, one.remedy)
         parts.append(as_text(table, width))
     return "\n".join(parts)

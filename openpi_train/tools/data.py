@@ -273,7 +273,7 @@ class Check(DataRequest):
         print(check_data.as_json(checked) if self.json else check_data.as_tables(checked), end="\n" * self.json)
         if failures := [dataset.failure for dataset in checked if dataset.failure is not None]:
             raise failures[0]
-        return DATA if any(dataset.findings for dataset in checked) else DONE
+        return DATA if any(dataset.has_faults for dataset in checked) else DONE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

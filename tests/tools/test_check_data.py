@@ -202,6 +202,15 @@ def test_texts_are_recognised_by_their_files_and_checked_with_their_columns(tmp_
     assert run(path) == 3 and "unreadable records" in capsys.readouterr().out
 
 
+def test_a_note_is_shown_and_is_no_fault(tmp_path, capsys):
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(9)]
+    path = texts(tmp_path / "qa", "train.jsonl", [*rows, {"prompt": "再见是什么意思？", "completion": "It is 9."}])
+    assert run(path) == 0
+    assert "note, languages" in capsys.readouterr().out
+    path = texts(tmp_path / "qa", "train.jsonl", [*rows, {"prompt": "再见是什么意思？", "completion": ""}])
+    assert run(path) == 3
+
+
 def test_an_experiment_of_texts_is_also_opened_as_a_run_opens_it(tmp_path):
     rows = [{"prompt": f"{n}+1=", "completion": " "} for n in range(9)]
     path = texts(tmp_path / "sums", "train.jsonl", rows)

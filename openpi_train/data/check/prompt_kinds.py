@@ -29,5 +29,6 @@ def mixed_scripts(data: ExaminedData) -> Iterator[Finding]:
         where=f"{source.describe(int(starts[first]))}: {source.prompts[int(number_of[first])][:60]!r}",
         what=f"instructions by script: {shares_in_words(counts.most_common())}",
         training="all are trained on as they are",
+        is_note=True,
         remedy="Translate the instructions, or leave those episodes out, unless both languages are meant",
     )

@@ -273,6 +273,7 @@ def mixed_scripts(data: ExaminedTexts) -> Iterator[Finding]:
             kind="languages mixed",
             what=f"{field}s by script: {shares_in_words(told)}",
             training="all are trained on as they are",
+            is_note=True,
             remedy="Leave the others out, or make a dataset of each, unless all are meant",
         )
 

@@ -27,6 +27,7 @@ class Finding:
         what: The fault in this dataset, as a clause, if `kind` alone does not say it: numbers, names of dims.
         training: What training does with it, as a clause: "they are trained on with an empty prompt".
         remedy: What to do, as a clause that names the flag or the file.
+        is_note: It is usual in sound data, and training changes nothing of them: no fault.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Finding:
     total: int | None = None
     where: str = ""
     what: str = ""
+    is_note: bool = False
 
     def line(self) -> str:
         """The finding as one line for a log."""
@@ -56,9 +58,9 @@ class Finding:
 
 
 def report(dataset: str, findings: Iterable[Finding]) -> None:
-    """Log a warning for each finding in a dataset."""
+    """Log a warning for each finding in a dataset, and each note as information."""
     for finding in findings:
-        logger.warning("%s: %s", dataset, finding.line())
+        logger.log(logging.INFO if finding.is_note else logging.WARNING, "%s: %s", dataset, finding.line())
 
 
 @contextlib.contextmanager

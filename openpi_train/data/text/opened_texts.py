@@ -45,6 +45,8 @@ _VALIDATION_SEED = 0
 _MOST_LENGTHS = 64
 # Of more unknown tokens than this share a dataset is refused.
 _MOST_UNKNOWN = 0.5
+# If more than this share of the texts is cut, there is a warning.
+_MOST_CUT = 0.25
 # Records after a bad one in which a good one is looked for.
 _LOOKED_AT = 100
 _KINDS = {
@@ -512,3 +514,10 @@ def _report(opened: OpenedText) -> None:
                 if cut
                 else "",
             )
+            if split == "training" and cut > _MOST_CUT * len(member.samples):
+                logger.warning(
+                    "%s: %.0f %% of the texts are longer than --data.max-length %d and lose their %s; %d tokens hold "
+                    "95 %% of them whole",
+                    *(member.name, share, member.cut.max_length),
+                    *("beginning" if member.cut.truncation == "keep_end" else "end", member.length_holding(0.95)),
+                )

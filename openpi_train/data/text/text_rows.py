@@ -122,6 +122,11 @@ class RowMember:
         texts = self.samples[:, None] * self.store.texts_per_sample + np.arange(self.store.texts_per_sample)
         return int((self.store.text_lengths[texts] > self.cut.max_length).any(1).sum())
 
+    def length_holding(self, share: float) -> int:
+        """The fewest tokens that this share of the samples have at most, in their longest text."""
+        texts = self.samples[:, None] * self.store.texts_per_sample + np.arange(self.store.texts_per_sample)
+        return int(np.percentile(self.store.text_lengths[texts].max(1), 100 * share, method="higher"))
+
     def samples_of(self, row: int) -> np.ndarray:
         """The samples in a row."""
         return self.samples[self.ends[row - 1] if row else 0 : self.ends[row]]

@@ -178,6 +178,13 @@ def test_batches_have_few_lengths_and_lose_no_token(made):
     assert len(data.batch_specs(2)) == 1
 
 
+def test_a_few_long_texts_are_cut_without_a_warning(made, caplog):
+    caplog.set_level(logging.INFO)
+    texts = ["a", "a", "a", "a b c d e f g h i j k l m n"]
+    made([{"text": text + f" {number}"} for number, text in enumerate(texts)], max_length=8, validation_fraction=0.0)
+    assert "; 1 of the texts (25 %) are cut" in caplog.text and "hold 95" not in caplog.text
+
+
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end", "drop"])
 def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
     caplog.set_level(logging.INFO)
@@ -196,6 +203,10 @@ def test_long_texts_are_cut_or_dropped(made, truncation, caplog):
     assert len(cut) == (truncation != "drop")
     if cut:
         assert f"; {over} of the texts ({100 * over / 60:.2g} %) are cut to --data.max-length 6" in cut[0]
+        lengths = sorted(len(tokens) for tokens, *_ in texts_in(rows_of(whole.train)))
+        (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING" and "hold 95" in one.msg]
+        end = "beginning" if truncation == "keep_end" else "end"
+        assert f"{100 * over / 60:.0f} % of the texts" in told and f"lose their {end}; {lengths[57]} tokens" in told
     if truncation == "drop":
         dropped = 60 - len(expected)
         assert re.search(rf"6 tokens, .*dropped: {dropped} of 60; .*set0\.jsonl:", caplog.text)
