@@ -85,10 +85,7 @@ class CheckpointWeightLoader(WeightLoader):
                     "--weight-loader.adapter-path needs the weights that the adapter is added to: "
                     "--weight-loader.params-path"
                 )
-            logger.warning(
-                "start weights: none, every parameter is randomly initialised; "
-                "fine-tune with --weight-loader.params-path <checkpoint>/params"
-            )
+            logger.warning("start weights: none, every parameter is randomly initialised; %s", model.start_advice)
             return {}
         try:
             return self._loaded(model)

@@ -86,6 +86,11 @@ class ModelConfig(abc.ABC):
         return ()
 
     @property
+    def start_advice(self) -> str:
+        """What to do where no start weights are given, as a clause."""
+        return "fine-tune with --weight-loader.params-path <checkpoint>/params"
+
+    @property
     def param_rules(self) -> ParamRules:
         """What is known of its parameters: published names, groups, which stay fixed (default: nothing)."""
         return ParamRules()

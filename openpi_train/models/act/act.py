@@ -93,6 +93,16 @@ class ActConfig(TransformerConfig, ExactPolicyConfig):
         return dataclasses.replace(super().rows, window=window)
 
     @property
+    def start_advice(self) -> str:
+        """That the backbone is random, and how it begins with ImageNet's weights; others have no published ones."""
+        if not self.cameras or self.backbone_widths != ActConfig.backbone_widths:
+            return super().start_advice
+        return (
+            "also the picture backbone, which LeRobot begins with ImageNet's weights: download resnet18-f37072fd.pth "
+            "(docs/tutorials/my_robot.md), and give --weight-loader.params-path resnet18-f37072fd.pth"
+        )
+
+    @property
     def param_rules(self) -> ParamRules:
         """The backbone's batch norms are fixed, as their statistics belong to its published weights, and float32: few
         numbers, which scale everything."""

@@ -62,6 +62,13 @@ def test_the_published_size_is_lerobots():
     assert config.param_rules.frozen_dtype("backbone/stem/kernel") == jnp.bfloat16
 
 
+def test_a_random_backbone_of_the_published_size_is_told_where_its_weights_are():
+    assert "picture backbone" in ActConfig().start_advice
+    assert ActConfig().start_advice.endswith("--weight-loader.params-path resnet18-f37072fd.pth")
+    assert ActConfig(backbone_widths=(8, 16)).start_advice == ActConfig(cameras=()).start_advice
+    assert "resnet18" not in ActConfig(cameras=()).start_advice, "no file fits it"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
