@@ -396,7 +396,8 @@ def _next_commands(run: Run, found: LearningVerdict) -> list[str]:
     # A reward that did not rise says nothing of the learning rate.
     if found.has_learned is False and experiment.rl is None:
         peak = experiment.lr_schedule.peak_lr
-        lines.append(f"{longer} --lr-schedule.peak-lr {3 * peak:g}  # where the loss rose: {peak / 3:g}")
+        lines.append(f"{longer} --lr-schedule.peak-lr {3 * peak:g}  # 3 times the rate, if the loss hardly fell")
+        lines.append(f"{longer} --lr-schedule.peak-lr {peak / 3:g}  # a third of the rate, if the loss rose")
     return lines
 
 

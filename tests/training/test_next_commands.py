@@ -50,5 +50,8 @@ def test_the_learning_rate_is_blamed_for_a_loss_and_not_for_a_reward():
     def rates(experiment, has_learned):
         return [line for line in commands(experiment, has_learned=has_learned) if "peak-lr" in line]
 
-    assert len(rates(arithmetic_sft, False)) == 1 and "# where the loss rose: " in rates(arithmetic_sft, False)[0]
+    peak, found = arithmetic_sft.lr_schedule.peak_lr, rates(arithmetic_sft, False)
+    for line, factor, why in zip(found, (3, 1 / 3), ("if the loss hardly fell", "if the loss rose"), strict=True):
+        words, _, comment = line.partition("  # ")
+        assert float(words.rpartition(" ")[2]) == pytest.approx(factor * peak) and comment.endswith(why)
     assert not rates(arithmetic_sft, True) and not rates(arithmetic_grpo, False)
