@@ -175,7 +175,8 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
         result = open_loop.summary(names, errors, actions.deviation)
         result["plots"] = [f"open_loop_{episode}.svg" for episode in plotted]
         write_json(folder / "open_loop.json", {"settings": _settings(request), **result})
-        print(f"open loop, {len(episodes)} held-out episodes, {result['control_steps']} control steps:")
+        counted = f"{len(episodes)} held-out episode{'s' if len(episodes) != 1 else ''}"
+        print(f"open loop, {counted}, {result['control_steps']} control steps:")
         print(open_loop.table(result))
         print(f"plots of predicted and recorded actions: {', '.join(str(folder / name) for name in result['plots'])}")
 

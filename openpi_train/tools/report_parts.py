@@ -282,7 +282,8 @@ def _open_loop(folder: RunFiles) -> list[Block]:
         constant, title = "rms_of_mean", "of the mean of the evaluated actions"
     rows = [[name, one["mean_absolute"], one["rms"], one.get(constant)] for name, one in found["dims"].items()]
     head = ["action, in the robot's units", "mean absolute error", "root mean square", title]
-    episodes = f"{len(found['episodes'])} held-out episodes, {found['control_steps']} control steps."
+    number = len(found["episodes"])
+    episodes = f"{number} held-out episode{'s' if number != 1 else ''}, {found['control_steps']} control steps."
     verdict: list[Block] = []
     if "overall" in found:
         whole = found["overall"]

@@ -238,7 +238,9 @@ class Run:
         lowest, best = lowest_loss(self.history), self.checkpoints.best
         if lowest is None or (best and best.step == lowest.step):
             return
-        logger.warning(
+        logger.log(
+            # A run that was stopped before its end goes on, and says nothing yet.
+            logging.WARNING if self.step >= self.experiment.num_train_steps else logging.INFO,
             "the lowest held-out loss, %.4f, was that of %s; %s",
             lowest.value,
             f"step {lowest.step}, of which there is no checkpoint{self._advice()}"

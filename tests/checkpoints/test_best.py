@@ -167,6 +167,14 @@ def test_a_run_that_never_got_better_than_its_first_weights_is_told_so(tmp_path,
     assert line.endswith("0.1000, was that of the weights that the run began with; `best` is step 2 with 0.5000")
 
 
+@pytest.mark.parametrize(("step", "level"), [(1, "INFO"), (2, "WARNING")])
+def test_a_run_that_was_stopped_early_is_not_warned_of_its_first_weights(tmp_path, caplog, step, level):
+    run = run_of(tmp_path, caplog, save_interval=2, interval=2, steps=2)
+    run.step = step
+    go(run, {0: 0.1, 2: 0.5})
+    assert [record.levelname for record in caplog.records if "lowest held-out" in record.getMessage()] == [level]
+
+
 def test_a_step_that_was_saved_by_a_stop_and_evaluated_after_it_competes(tmp_path, caplog):
     run = run_of(tmp_path, caplog, save_interval=4, interval=2)
     run.checkpoints.save(make_state(2), **SAVED_WITH)

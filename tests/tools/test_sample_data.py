@@ -144,7 +144,7 @@ def test_the_commands_that_it_names_run(tmp_path):
     short = ("--num-train-steps", "2", "--batch-size", "4", "--eval.closed-loop.episodes-per-task", "1")
     run(tmp_path, train, *short)
     evaluate = "python -m openpi_train eval checkpoints/tabletop_act/first --episodes 0 --held-out 100"
-    held_out = re.search(r"open loop, (\d+) held-out episodes", run(tmp_path, evaluate))
+    held_out = re.search(r"open loop, (\d+) held-out episodes?,", run(tmp_path, evaluate))
     assert held_out and f"training holds {held_out[1]} of the 8 episodes out" in told
 
 

@@ -390,7 +390,7 @@ def _report_blank(config: DataConfig, windows: Sequence[Windows], *, reads_text:
                 else "",
             )
     if not reads_text and (different := len({text for text, _ in prompts(windows)} - {""})) > 1:
-        logger.info(
+        logger.warning(
             "data: this model reads no text: it learns the %d different instructions as one task, and cannot be told "
             "which to do; pi0, pi05 and smolvla read them",
             different,

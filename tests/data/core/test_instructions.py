@@ -175,6 +175,7 @@ def test_a_run_says_that_its_model_does_not_read_several_instructions(caplog):
         config = DataConfig(datasets=(Dataset(source=source, robot=Bridge(), asset_id="arm"),))
         _report_blank(config, open_windows(config, SHAPE), reads_text=reads)
         told = [record.message for record in caplog.records if "reads no text" in record.message]
+        assert {record.levelname for record in caplog.records if record.message in told} <= {"WARNING"}
         assert len(told) == lines and all("the 2 different instructions as one task" in line for line in told)
 
 
