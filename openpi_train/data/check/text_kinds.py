@@ -338,7 +338,7 @@ def _flagged(data: ExaminedTexts, flag: int, **told: Any) -> Iterator[Finding]:
 
 
 def _finding(
-    data: ExaminedTexts, which: np.ndarray, *, kind: str, what: str, training: str, remedy: str
+    data: ExaminedTexts, which: np.ndarray, *, kind: str, what: str, training: str, remedy: str, is_note: bool = False
 ) -> Iterator[Finding]:
     """A finding on the records that a mask chooses, if there are any."""
     if which.any():
@@ -351,4 +351,5 @@ def _finding(
             what=what,
             training=training,
             remedy=remedy,
+            is_note=is_note,
         )
