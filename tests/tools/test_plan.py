@@ -161,7 +161,7 @@ def test_a_tensor_group_shares_out_layers_and_what_they_keep_of_a_row():
     summed = 64 * two.policy.summed_bytes_per_row  # an all-reduce of two sends as much
     assert sum(flow.within for flow in two.flows) == sum(flow.within for flow in two.layout.flows(1, 0.0)) + summed
     assert [each.layout.fsdp_devices for each in shared.forecasts] == [1, 4, 4, 4]
-    assert "tensor groups of 2 devices" in plan_text.tables(shared)
+    assert "tensor groups of 2 devices" in plan_text.tables(shared, ["debug"])
 
 
 def test_moments_in_host_memory_leave_room_and_take_time():
@@ -171,7 +171,7 @@ def test_moments_in_host_memory_leave_room_and_take_time():
         before, after = one.memory, two.memory
         assert before.state == after.state + after.host
         assert two.step_s - two.moving_s == pytest.approx(one.step_s - one.moving_s + after.host / 25e9)
-    text = plan_text.tables(off)
+    text = plan_text.tables(off, ["debug"])
     assert "optimizer+ema in host memory" in text and "GiB in host memory  to and fro s" in text
 
 
@@ -228,4 +228,4 @@ def test_every_way_of_training_a_vla_is_planned_and_what_is_frozen_takes_two_byt
     model = found.experiment.model
     forward = by_hand.get(type(model), flops_by_hand.paligemma)(model, len(found.experiment.data.cameras))
     assert found.forecasts[0].policy.flops_per_row <= backward * 4 * forward
-    assert ("  frozen  " in plan_text.tables(found)) == (frozen > 0)
+    assert ("  frozen  " in plan_text.tables(found, ["debug"])) == (frozen > 0)
