@@ -56,7 +56,7 @@ FAULTS = (
     Fault(
         "data",
         DATA,
-        "data error; a dataset or a tokenizer that the hub does not give; `data check` found something",
+        "data error; a dataset or a tokenizer that the hub does not give; `data check` found more than notes",
         "as the message, or the table, says",
     ),
     Fault(

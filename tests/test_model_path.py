@@ -139,6 +139,7 @@ def test_a_run_does_not_go_on_with_another_model(published, tmp_path):
     base = ["--checkpoint-base-dir", tmp_path / "runs"]
     first = parsed("sft", "--model.path", published, *base)
     write_json(first.run_dir / "experiment.json", as_json(first))
+    (first.run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     other = shutil.copytree(published, tmp_path / "other")
     with pytest.raises(UsageError, match=r"model\.path: the run has '.*tiny', given '.*other'"):
         check_run(parsed("sft", "--model.path", other, *base, "--resume"))

@@ -183,7 +183,7 @@ def test_processes_score_a_share_each_and_know_all(measure, monkeypatch):
         monkeypatch.setattr(text_evaluations.jax, "process_index", lambda index=index: index)
         with pytest.raises(Gathered):
             measure()(given)
-    assert [len(part["scores"]) for part in parts] == [3, 3, 2]
+    assert [len(part["scores"]) for part in parts] == [1, 1, 0]  # of two prompts, each with four completions
     monkeypatch.setattr(text_evaluations.agree, "gather", lambda name, value: parts)
     assert measure()(given) == expected
     parts[1] = {"scores": [], "problem": "the score of process 1 has failed"}

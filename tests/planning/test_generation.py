@@ -79,7 +79,7 @@ def test_a_plan_says_what_generation_needs_and_which_flag_lessens_it():
     (size,) = many.generation_sizes()
     assert memory.generation == generation_bytes(size) > memory.step
     assert memory.total == memory.state + memory.generation
-    text = plan_text.tables(report)
+    text = plan_text.tables(report, ["debug"])
     assert (
         f"2048 texts of at most {size.length} tokens at a time on each device ({size.flag}); beside the state" in text
     )

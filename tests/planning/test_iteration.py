@@ -143,7 +143,7 @@ def test_a_plan_counts_acting_and_experience_and_says_what_lessens_them():
     assert cost is not None and memory.experience == 8 * cost.experience_bytes
     assert memory.acting == int(4096 * cost.acting_bytes_per_row) + memory.compute_copy > memory.step
     assert memory.total == memory.state + memory.acting
-    text = plan_text.tables(report)
+    text = plan_text.tables(report, ["debug"])
     assert "acts between steps: beside the state" in text and "own rollouts of a step:" in text
     assert "By this step an iteration: 4096 rollouts made in" in text and "simulators" in text
     with pytest.raises(DoesNotFit, match=r"a smaller --rl.episodes-per-device"):
