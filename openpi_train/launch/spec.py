@@ -20,10 +20,10 @@ _PLACE_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
     *("OPENPI_TRAIN_NUM_PROCESSES", "OPENPI_TRAIN_COORDINATOR"),
 )
-# Verbs of the command line that train nothing: they take no experiment's flags, such as --resume.
+# Verbs of the command line that take no experiment's flags, such as --resume: they train nothing, or go on anyway.
 VERBS_WITHOUT_RUN = (
     *("list", "launch", "stats", "data", "convert", "doctor", "plan", "compile", "serve", "eval", "generate"),
-    *("report", "runs"),
+    *("report", "reproduce", "runs"),
 )
 
 

@@ -13,7 +13,7 @@ from openpi_train import faults
 from openpi_train.faults import Restart
 from openpi_train.launch.options import at_least, option
 from openpi_train.launch.processes import LaunchOutcome, stop_signals_to, tell
-from openpi_train.launch.spec import without_going_back
+from openpi_train.launch.spec import VERBS_WITHOUT_RUN, without_going_back
 
 _LONGEST_PAUSE_S = 60.0
 
@@ -113,7 +113,12 @@ def can_be_mended(outcome: LaunchOutcome) -> bool:
 
 
 def resumed(arguments: tuple[str, ...], *, has_saved: bool = False) -> tuple[str, ...]:
-    """The arguments that continue the run started with these; once it has saved, it does not go back again."""
+    """The arguments that continue the run started with these; once it has saved, it does not go back again.
+
+    A verb that does not take --resume goes on, or begins again, with the same ones.
+    """
+    if arguments[0] in VERBS_WITHOUT_RUN:
+        return arguments
     kept = tuple(word for word in arguments if word not in ("--overwrite", "--no-resume"))
     if has_saved:
         kept, _ = without_going_back(kept)

@@ -59,6 +59,10 @@ def test_a_run_that_went_back_and_has_saved_does_not_go_back_again(words):
     assert resumed(begun, has_saved=True) == begun
 
 
+def test_a_verb_that_takes_no_resume_is_started_again_as_it_was():
+    assert resumed(("reproduce", "fetch_reach"), has_saved=True) == ("reproduce", "fetch_reach")
+
+
 def test_resumed_says_it_once():
     assert resumed(("debug", "--resume")) == ("debug", "--resume")
     assert resumed(("debug", "--no-resume", "--seed", "1")) == ("debug", "--seed", "1", "--resume")
