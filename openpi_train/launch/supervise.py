@@ -117,7 +117,7 @@ def resumed(arguments: tuple[str, ...], *, has_saved: bool = False) -> tuple[str
 
     A verb that does not take --resume goes on, or begins again, with the same ones.
     """
-    if arguments[0] in VERBS_WITHOUT_RUN:
+    if arguments and arguments[0] in VERBS_WITHOUT_RUN:
         return arguments
     kept = tuple(word for word in arguments if word not in ("--overwrite", "--no-resume"))
     if has_saved:
