@@ -82,11 +82,11 @@ def test_the_page_runs_from_its_recording_to_its_last_command(tmp_path):
     with Image.open(tmp_path / "look" / "recorded.png") as sheet:
         assert np.ptp(np.asarray(sheet)) == 255
     run(*train, *SMALL)
-    run_directory = tmp_path / "checkpoints" / "act" / "x"
+    run_directory = tmp_path / "checkpoints" / "act" / "own_units"
     assert (run_directory / "3" / "manifest.json").is_file()
     written = json.loads((run_directory / "experiment.json").read_text())
     assert (written["model"]["__class__"], written["model"]["action_dim"]) == ("ActConfig", 4)
-    assert serve[2:] == ["serve", "checkpoints/act/x", "--experiment", "my_arm.py:act"]
+    assert serve[2:] == ["serve", "checkpoints/act/own_units"]
     names, asked = run("ask.py").splitlines()
     assert names == "names shoulder_rad elbow_rad wrist_rad gripper_fraction"
     assert np.isfinite([float(number) for number in asked.split()[2:]]).all()
