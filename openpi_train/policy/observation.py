@@ -30,7 +30,7 @@ _MAX_DEPTH, _MAX_KEYS, _MAX_KEY_LENGTH = 8, 1000, 200
 # Maximum number of characters; models read a few hundred tokens.
 _MAX_PROMPT_LENGTH = 20_000
 # Maximum pixels along a side: resizing a longer one takes memory and time out of proportion to its bytes.
-_MAX_SIDE = 8192
+MAX_SIDE = 8192
 # By how much fractions may lie outside 0..1 through rounding: a quarter of a pixel's step.
 _OVERSHOOT = 1e-3
 
@@ -138,8 +138,8 @@ class ObservationForm:
         if image.ndim == 3 + lead and image.shape[:lead] == self._history and image.size:
             if image.shape[-1] != 3 and image.shape[lead] == 3:
                 image = np.moveaxis(image, lead, -1)
-            if max(image.shape[lead:-1]) > _MAX_SIDE:
-                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; sides are at most {_MAX_SIDE}")
+            if max(image.shape[lead:-1]) > MAX_SIDE:
+                raise ObservationError(f"{key!r} has the shape {list(image.shape)}; sides are at most {MAX_SIDE}")
             if image.shape[-1] == 3:
                 return _as_bytes(key, image)
         raise ObservationError(f"{key!r} has the shape {list(image.shape)}; {self._expected('height, width, 3')}")

@@ -160,7 +160,7 @@ class _Reader:
                 )
             found[key] = self.value(depth + 1)
         if b"__ndarray__" in found:
-            return _array(found)
+            return array(found)
         if b"__npgeneric__" in found:
             return _scalar(found)
         return found
@@ -177,7 +177,8 @@ def _stand_in(value: object) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
-def _array(value: dict[Any, Any]) -> np.ndarray:
+def array(value: dict[Any, Any]) -> np.ndarray:
+    """The array of a map with `__ndarray__`, as `decode` has found it. Raises WireError."""
     dtype, data, shape = _dtype(value), value.get(b"data"), value.get(b"shape")
     if not (isinstance(data, memoryview) and isinstance(shape, list) and len(shape) <= _MAX_DIMS) or not all(
         type(size) is int and size >= 0 for size in shape

@@ -69,6 +69,7 @@ def run(flags: ServeRequest, texts: TextFlags) -> int:
 
 def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: ssl.SSLContext | None) -> int:
     from openpi_train.policy.record import RequestRecorder
+    from openpi_train.serve.evaluation_harness import HarnessForm
     from openpi_train.serve.server import Limits, PolicyServer
 
     sizes = sorted({*(size for size in BATCH_SIZES if size < flags.max_batch), flags.max_batch})
@@ -76,15 +77,16 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
     told: dict[str, Any] = {} if flags.reset_pose is None else {"reset_pose": list(flags.reset_pose)}
     progress = StartProgress()
 
-    def open_policy() -> tuple[Policy, RequestRecorder | None, float]:
+    def open_policy() -> tuple[Policy, RequestRecorder | None, HarnessForm, float]:
         policy = _load(flags, batch_sizes=sizes)
+        harness = HarnessForm(policy.metadata, names=flags.vla_eval_names, execute=flags.vla_eval_execute)
         recorder = RequestRecorder(flags.record, policy) if flags.record else None
         started = time.monotonic()
         what = f"compiling for batches of {', '.join(map(str, policy.sampler.sizes))}"
         logger.info("%s", what)
         progress.now(what)
         policy.warm_up(prefixes=flags.real_time_chunking or None)
-        return policy, recorder, time.monotonic() - started
+        return policy, recorder, harness, time.monotonic() - started
 
     async def serve() -> bool | None:
         stop = _stop_signals()
@@ -95,8 +97,8 @@ def _serve(flags: ServeRequest, listener: socket.socket, key: str | None, tls: s
             opened = await _opened(open_policy, stop, progress)
             if opened is None:
                 return None
-            policy, recorder, compiled_s = opened
-            server.begin(policy, recorder)
+            policy, recorder, harness, compiled_s = opened
+            server.begin(policy, recorder, harness)
             _tell_ready(_Ready(compiled_s, policy.checkpoint, "ws", key), where, tls)
             await stop.wait()
             server.stop()

@@ -14,7 +14,7 @@ API_KEY_VARIABLE = "OPENPI_TRAIN_API_KEY"
 # Flags that only a robot policy has.
 _OF_ROBOTS = (
     *("dataset", "prompt", "num_sample_steps", "guidance", "seed", "cut_prompts"),
-    *("real_time_chunking", "reset_pose", "batch_wait_ms", "record", "replay"),
+    *("real_time_chunking", "reset_pose", "vla_eval_names", "vla_eval_execute", "batch_wait_ms", "record", "replay"),
 )
 
 
@@ -23,6 +23,15 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{text!r} is not a list of numbers separated by commas") from None
+
+
+def _pairs(text: str) -> tuple[str, ...]:
+    pairs = tuple(text.split(","))
+    for pair in pairs:
+        name, _, entry = pair.partition("=")
+        if not name or not entry:
+            raise ValueError(f"{pair!r} is not NAME=ENTRY: a key of the policy, and the benchmark's name of it")
+    return pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,10 @@ class ServeRequest(Request):
     real_time_chunking: bool = False
     # Reset pose sent to clients, for ALOHA's runtime.
     reset_pose: Annotated[tuple[float, ...], one_word(_numbers, "A,B,...")] | None = None
+    # What benchmarks of vla-evaluation-harness call the keys of the policy, where that differs.
+    vla_eval_names: Annotated[tuple[str, ...], one_word(_pairs, "NAME=ENTRY,...")] = ()
+    # Actions of a chunk that these benchmarks execute before the next one is computed; None: the policy's own number.
+    vla_eval_execute: int | None = at_least(1, None)
 
     # Address to listen on; 0.0.0.0 accepts other machines.
     host: str = "127.0.0.1"

@@ -6,9 +6,11 @@
     a bad request           -> text message with the error; the connection stays open (openpi's client raises the text)
     GET /healthz, /metrics  -> 200, on the same port, while requests run; /healthz 503 before the policy is ready
 
+At the path /vla-eval it speaks the protocol of vla-evaluation-harness (`evaluation_harness.py`).
+
 Messages are in the format of `policy/wire.py`; a connection has one request at a time, several connections make a
 batch. Decoding and image processing run in threads, to keep the event loop free.
-Read next: `connection.py`, `batching.py`, `main.py`.
+Read next: `dialogue.py`, `connection.py`, `batching.py`, `main.py`.
 """
 
 import asyncio
@@ -36,6 +38,8 @@ from openpi_train.policy.record import RequestRecorder
 from openpi_train.serve.api_key import ApiKey
 from openpi_train.serve.batching import Batching, Busy
 from openpi_train.serve.connection import Connection, ConnectionSlots
+from openpi_train.serve.dialogue import Dialogue, OpenpiDialogue
+from openpi_train.serve.evaluation_harness import HARNESS_PATH, HarnessDialogue, HarnessForm
 from openpi_train.serve.limits import Limits
 from openpi_train.serve.serve_metrics import Measures
 from openpi_train.serve.starting import RETRY_AFTER_S, StartProgress
@@ -77,14 +81,16 @@ class PolicyServer:
         limits: Limits,
         api_key: str | None = None,
         recorder: RequestRecorder | None = None,
+        harness: HarnessForm | None = None,
         metadata: JsonObject | None = None,
     ):
         self._limits, self._more = limits, metadata or {}
         self._progress = policy if isinstance(policy, StartProgress) else None
+        self._harness: HarnessForm | None = None
         self._key = ApiKey(api_key, "Api-Key")
         self._ready = asyncio.Event()
         if not isinstance(policy, StartProgress):
-            self.begin(policy, recorder)
+            self.begin(policy, recorder, harness)
         self._places = ConnectionSlots(limits.max_clients, limits.max_opening)
         self._busy_clients = 0
         self._stopping = asyncio.Event()
@@ -100,9 +106,11 @@ class PolicyServer:
         )
         self.measures = Measures(lambda: self._batching.num_waiting, lambda: self._places.num_clients)
 
-    def begin(self, policy: Served, recorder: RequestRecorder | None = None) -> None:
-        """Serve this policy from now on."""
-        self._policy, self._recorder = policy, recorder
+    def begin(
+        self, policy: Served, recorder: RequestRecorder | None = None, harness: HarnessForm | None = None
+    ) -> None:
+        """Serve this policy from now on; with `harness` to vla-evaluation-harness, too."""
+        self._policy, self._recorder, self._harness = policy, recorder, harness
         self._metadata = wire.encode({**policy.metadata, **self._more})
         self._progress = None
         self._ready.set()
@@ -153,15 +161,17 @@ class PolicyServer:
         if "Origin" in request.headers:
             self.measures.requests.labels("unauthorized").inc()
             return _respond(http.HTTPStatus.FORBIDDEN, _FROM_A_PAGE)
-        path = request.path.partition("?")[0]
+        path = _path(request)
         if path == "/healthz" and self._progress is not None:
             return _not_ready(self._progress)
         if path == "/healthz":
             return _respond(http.HTTPStatus.OK, b"OK\n")
         if path == "/metrics":
             return _respond(http.HTTPStatus.OK, self.measures.text(), "text/plain; version=0.0.4; charset=utf-8")
-        if path != "/":
-            return _respond(http.HTTPStatus.NOT_FOUND, b"there are /, /healthz and /metrics\n")
+        if path == HARNESS_PATH and self._progress is not None:  # its client waits for half a minute, but tries again
+            return _not_ready(self._progress)
+        if path != "/" and (path != HARNESS_PATH or self._harness is None):
+            return _respond(http.HTTPStatus.NOT_FOUND, b"there are /, /healthz, /metrics and /vla-eval\n")
         given = request.headers.get_all("Authorization")
         if not self._key.admits([one.encode("utf-8", "surrogateescape") for one in given]):
             self.measures.requests.labels("unauthorized").inc()
@@ -171,14 +181,20 @@ class PolicyServer:
             number = self._places.num_clients
             why = "is stopping" if self._stopping.is_set() else f"has {number} clients, which is the limit"
             return _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"the server {why}\n".encode())
+        if path == HARNESS_PATH:
+            connection.ping_interval = None  # a simulator holds up its client, which then answers no ping
         return None
 
     async def _converse(self, connection: ServerConnection) -> None:
         assert isinstance(connection, Connection)
         with contextlib.suppress(ConnectionClosed, TimeoutError):  # the client left, or does not read
-            if await self._becomes_ready(connection):
-                await self._send(connection, self._metadata)
-                await self._answer_all(connection)
+            if not await self._becomes_ready(connection):
+                return
+            assert connection.request is not None, "its handshake is over"
+            if self._harness is not None and _path(connection.request) == HARNESS_PATH:
+                return await self._answer_all(connection, HarnessDialogue(self._harness))
+            await self._send(connection, self._metadata)
+            await self._answer_all(connection, OpenpiDialogue())
 
     async def _becomes_ready(self, connection: ServerConnection) -> bool:
         """Wait until there is a policy; False if the client left or the server stops before."""
@@ -195,7 +211,7 @@ class PolicyServer:
             await connection.close(_GOING_AWAY, "the server is stopping")
         return self._ready.is_set()
 
-    async def _answer_all(self, connection: Connection) -> None:
+    async def _answer_all(self, connection: Connection, dialogue: Dialogue) -> None:
         """Answer request after request until the client leaves, is idle for too long, or the server stops."""
         previous_s, bad = None, 0
         while True:
@@ -204,9 +220,10 @@ class PolicyServer:
                 return
             started = time.perf_counter()
             with self._under_way(connection):
-                answer = await self._reply(message, started, previous_s)
+                answer = await self._reply(dialogue, message, started, previous_s)
                 del message  # it may be as large as the next message
-                await self._send(connection, answer)
+                if answer is not None:
+                    await self._send(connection, dialogue.refusal(answer) if isinstance(answer, str) else answer)
             previous_s = time.perf_counter() - started
             bad = bad + 1 if isinstance(answer, str) else 0
             if answer == _INTERNAL:
@@ -230,13 +247,17 @@ class PolicyServer:
         await connection.close(_GOING_AWAY, reason)
         return None
 
-    async def _reply(self, message: bytes, started: float, previous_s: float | None) -> str | bytes:
-        """The answer to a message: bytes, or the text of an error."""
+    async def _reply(
+        self, dialogue: Dialogue, message: bytes, started: float, previous_s: float | None
+    ) -> str | bytes | None:
+        """The answer to a message, or the text of an error; None if there is nothing to say."""
         if self._stopping.is_set():
             return self._refused("turned away", "the server is stopping")
         loop = asyncio.get_running_loop()
         try:
-            asked = await loop.run_in_executor(self._threads, self._read, message)
+            asked = await loop.run_in_executor(self._threads, self._read, dialogue, message)
+            if not isinstance(asked, tuple):
+                return asked
             answer, infer_s, rows = await self._batching.submit(asked)
             if not np.isfinite(answer["actions"]).all():
                 return self._refused("failed", _NOT_FINITE)
@@ -251,14 +272,13 @@ class PolicyServer:
         if previous_s is not None:
             timing["prev_total_ms"] = 1e3 * previous_s
         self.measures.answered(time.perf_counter() - started)
-        return wire.encode({**answer, "policy_timing": {"infer_ms": 1e3 * infer_s}, "server_timing": timing})
+        return dialogue.answer(answer, {"policy_timing": {"infer_ms": 1e3 * infer_s}, "server_timing": timing})
 
-    def _read(self, message: bytes) -> tuple[Any, Any]:
-        """The observation of a message, and the result of `Policy.prepare` on it; runs in a thread."""
-        observation = wire.decode(message)
-        if not isinstance(observation, dict):
-            raise wire.WireError(f"a request must be a map of keys to values, not a {type(observation).__name__}")
-        return observation, self._policy.prepare(observation)
+    def _read(self, dialogue: Dialogue, message: bytes) -> tuple[Any, Any] | bytes | None:
+        """The observation of a message, and the result of `Policy.prepare` on it, or what is said without the policy;
+        runs in a thread."""
+        asked = dialogue.read(message)
+        return asked if asked is None or isinstance(asked, bytes) else (asked, self._policy.prepare(asked))
 
     def _run_batch(self, asked: Sequence[tuple[object, object]]) -> list[tuple[Any, float, int]]:
         """The answers, with the seconds until they were on the host; runs in the device's thread."""
@@ -321,6 +341,10 @@ def _not_ready(progress: StartProgress) -> Response:
     response = _respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{progress.line}\n".encode())
     response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response
+
+
+def _path(request: Request) -> str:
+    return request.path.partition("?")[0]
 
 
 def _respond(status: http.HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> Response:

@@ -23,6 +23,8 @@ DEFAULTS = {
     "cut_prompts": False,
     "real_time_chunking": False,
     "reset_pose": None,
+    "vla_eval_names": (),
+    "vla_eval_execute": None,
     "host": "127.0.0.1",
     "port": 8000,
     "api_key_file": None,
@@ -52,6 +54,8 @@ GIVEN = {
     "cut_prompts": ("--cut-prompts", True),
     "real_time_chunking": ("--real-time-chunking", True),
     "reset_pose": ("0,-1.5,2e-1", (0.0, -1.5, 0.2)),
+    "vla_eval_names": ("image=front,state=joint_state", ("image=front", "state=joint_state")),
+    "vla_eval_execute": ("5", 5),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("8001", 8001),
     "api_key_file": ("key", "key"),
@@ -155,6 +159,10 @@ def test_flags_of_language_models_have_limits(refusal, words, says):
     assert says in refusal(*words)
 
 
+def test_something_of_a_chunk_is_executed(refusal):
+    assert "--vla-eval-execute 0 must be at least 1" in refusal("--vla-eval-execute=0")
+
+
 @pytest.mark.parametrize("name", AT_LEAST_ONE)
 def test_counts_begin_at_one(parsed, refusal, name):
     assert getattr(parsed(f"{option(name)}=1")[1], name) == 1
@@ -195,6 +203,12 @@ def test_parameters_are_held_in_two_types(parsed, refusal):
     assert [parsed("--dtype", name)[1].dtype for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]
     said = refusal("--dtype", "float16")
     assert "invalid choice 'float16' for argument '--dtype'" in said and "'bfloat16'" in said
+
+
+@pytest.mark.parametrize("pair", ["image", "=front", "image=", ""])
+def test_names_are_pairs_with_commas(refusal, pair):
+    said = refusal(f"--vla-eval-names=state=joint_state,{pair}")
+    assert f"{pair!r} is not NAME=ENTRY: a key of the policy, and the benchmark's name of it" in said
 
 
 def test_a_pose_is_numbers_with_commas(parsed, refusal):
