@@ -14,6 +14,7 @@ Read next: `dialogue.py`, `policy/observation.py`.
 """
 
 import collections
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,17 +37,35 @@ _ARRAY, _IMAGE = "__ndarray__", "__image__"
 _MAGIC = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
 # What benchmarks call the state and the instruction.
 _COMMON = {STATE: ("states", "state"), PROMPT: ("task_description",)}
-# What they call the cameras of a robot of ours, by its class.
-_CAMERAS = {"Libero": {"image": "agentview", "wrist_image": "wrist"}}
-# The conventions of a robot's actions and state, by its class, in the harness's words. Others have none in common.
-_ACTIONS: Mapping[str, Sequence[JsonObject]] = {
-    "Libero": (
-        {"name": "position", "dims": 3, "format": "delta_xyz", "range": [-1, 1]},
-        {"name": "rotation", "dims": 3, "format": "axis_angle", "range": [-3.15, 3.15]},
-        {"name": "gripper", "dims": 1, "format": "binary_close_positive", "range": [-1, 1]},
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HarnessConvention:
+    """What a robot of ours and benchmarks have in common, in the harness's words.
+
+    `actions`: name, dims, format and range of their parts. `state`: its format. `cameras`: the benchmark's names of the
+    robot's. `params`: what the benchmark is asked for.
+    """
+
+    actions: Sequence[JsonObject]
+    state: str = "raw"
+    cameras: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    params: JsonObject = dataclasses.field(default_factory=dict)
+
+
+# By the robot's class. LIBERO's data have robosuite's rotations, of up to 2 pi; those of the harness are up to pi.
+_CONVENTIONS = {
+    "Libero": HarnessConvention(
+        actions=(
+            {"name": "position", "dims": 3, "format": "delta_xyz", "range": [-1, 1]},
+            {"name": "rotation", "dims": 3, "format": "axis_angle", "range": [-3.15, 3.15]},
+            {"name": "gripper", "dims": 1, "format": "binary_close_positive", "range": [-1, 1]},
+        ),
+        state="eef_pos3_axisangle3_gripper2",
+        cameras={"image": "agentview", "wrist_image": "wrist"},
+        params={"quat_no_antipodal": True},
     )
 }
-_STATES = {"Libero": "eef_pos3_axisangle3_gripper2"}
 
 
 class HarnessForm:
@@ -63,6 +82,9 @@ class HarnessForm:
 
     def __init__(self, metadata: JsonObject, *, names: Iterable[str] = (), execute: int | None = None):
         self._metadata = metadata
+        actions = metadata["action_names"]
+        raw = {**_spec("actions", "raw", len(actions)), "description": ", ".join(actions)}
+        self._convention = _CONVENTIONS.get(metadata["robot"], HarnessConvention(actions=(raw,)))
         self.history: int = metadata["history"]
         self.execute: int = metadata["num_executed"] if execute is None else execute
         if self.execute > metadata["action_horizon"]:
@@ -80,10 +102,6 @@ class HarnessForm:
         self._entries = {key: (given[key],) if key in given else self._usual(key) for key in self._keys}
 
     @property
-    def _robot(self) -> str:
-        return self._metadata["robot"]
-
-    @property
     def _cameras(self) -> list[str]:
         return [key for key in self._keys if key not in (STATE, PROMPT)]
 
@@ -91,23 +109,22 @@ class HarnessForm:
         """The entries that are taken for a key, in this order."""
         if key in _COMMON:
             return _COMMON[key]
-        known = _CAMERAS.get(self._robot, {}).get(_last(key))
-        return tuple(dict.fromkeys((key, _last(key), *([known] if known else []))))
+        last = _last(key)
+        return tuple(dict.fromkeys((key, last, self._convention.cameras.get(last, last))))
 
     def greeting(self) -> JsonObject:
         """The payload of the server's `hello`."""
-        names: Sequence[str] = self._metadata["action_names"]
-        raw = {"name": "actions", "dims": len(names), "format": "raw", "description": ", ".join(names)}
+        convention, width = self._convention, len(self._metadata["state_names"])
         cameras = {self._entries[key][-1]: _spec("image", "rgb_hwc_uint8") for key in self._cameras}
-        width = len(self._metadata["state_names"])
+        params = {"send_state": True, "send_wrist_image": len(self._cameras) > 1}
         text = {"language": _spec("language", "language")} if PROMPT in self._keys else {}
         return {
             "protocol_version": _VERSION,
             "model_server": "openpi_train",
             "capabilities": {},
-            "observation_params": {"send_state": True, "send_wrist_image": len(self._cameras) > 1},
-            "action_spec": {part["name"]: part for part in _ACTIONS.get(self._robot, (raw,))},
-            "observation_spec": cameras | {"state": _spec("state", _STATES.get(self._robot, "raw"), width)} | text,
+            "observation_params": {**params, **convention.params},
+            "action_spec": {part["name"]: part for part in convention.actions},
+            "observation_spec": {**cameras, "state": _spec("state", convention.state, width), **text},
             "policy": {key: self._metadata[key] for key in ("experiment", "checkpoint") if key in self._metadata},
         }
 

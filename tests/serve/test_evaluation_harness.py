@@ -126,7 +126,7 @@ def test_the_harness_evaluates_a_policy(tmp_path):
     steps = [7, 6, 5, *[MAX_STEPS] * 3]
     assert [len(actions) for actions in benchmark.actions] == steps
     # A new chunk after three actions, and at every episode's start, whatever is left of the one before.
-    chunks = iter(range(1000))
+    chunks, number = iter(range(1000)), -1
     for actions in benchmark.actions:
         for step, action in enumerate(actions):
             number = next(chunks) if step % EXECUTE == 0 else number
@@ -169,6 +169,12 @@ def test_the_harness_finds_liberos_conventions_equal():
     assert check_specs(action, benchmark.get_action_spec(), seen, benchmark.get_observation_spec()) == []
     assert [*action] == ["position", "rotation", "gripper"] and {"agentview", "wrist", "state", "language"} == {*seen}
     assert info["policy"] == {"experiment": "mine", "checkpoint": "x/4"}
+
+
+def test_liberos_rotations_are_those_of_its_data():
+    benchmark = LIBEROBenchmark(**form(Mover()).greeting()["observation_params"])
+    # A turn by 4 rad about x. The harness's own rotation would be 4 - 2 pi; openpi's data have robosuite's.
+    np.testing.assert_allclose(benchmark._quat_to_aa(np.array([np.sin(2), 0, 0, np.cos(2)])), [4, 0, 0], atol=1e-6)
 
 
 def test_a_robot_without_common_conventions_says_its_names():
