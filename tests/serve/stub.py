@@ -17,7 +17,15 @@ class StubPolicy:
     """Answers the state doubled, after `seconds`; remembers how large its batches were. `gate` holds it up."""
 
     def __init__(self, seconds=0.0):
-        self.metadata = {"observation": {"state": {"shape": [2], "dtype": "float32"}}, "robot": "Stub"}
+        self.metadata = {
+            "observation": {"state": {"shape": [2], "dtype": "float32"}},
+            "robot": "Stub",
+            "action_names": ["x", "y"],
+            "state_names": ["x", "y"],
+            "history": 1,
+            "action_horizon": 2,
+            "num_executed": 1,
+        }
         self.seconds, self.batches, self.draws = seconds, [], itertools.count()
         self.gate = threading.Event()
         self.gate.set()
