@@ -313,9 +313,10 @@ class _Pool:
         while self.ended:
             number, blocks = self.ended.popleft()
             for worker in self.workers if tell else ():
-                # A worker that is lost has nothing to forget.
-                if worker.send(("forget", number)):
-                    worker.answer(self._timeout_s)
+                # A worker that is lost has nothing to forget. One that hangs is lost, too: its answer, when it comes,
+                # would be taken for that to the next request.
+                if worker.send(("forget", number)) and not worker.answer(self._timeout_s)[0]:
+                    worker.end()
             for block, _ in blocks.values():
                 block.close()
                 block.unlink()
