@@ -77,14 +77,15 @@ def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_bee
 
 
 class Joined:
-    """A model with a time for each action: the velocity of each is the mean of all actions, plus its own time."""
+    """A model with a time for each action: the velocity of each is the mean of all actions and times, plus its own time."""
 
     def context(self, observation):
         return observation
 
     def velocity(self, context, noisy, time):
         t = time[..., None] if time.ndim == 3 else time[:, :, None, None]
-        return noisy.mean(axis=2, keepdims=True) + t + jnp.zeros_like(noisy)
+        t = jnp.broadcast_to(t, (*noisy.shape[:3], 1))
+        return (noisy + t).mean(axis=2, keepdims=True) + t + jnp.zeros_like(noisy)
 
 
 @pytest.mark.parametrize("delays", [(0, 0), (2, 5), (1, 3)])
@@ -97,7 +98,7 @@ def test_a_trained_model_sees_the_prefix_clean_at_time_0_in_every_step_and_leave
     x = np.where(held[..., None], TARGET, NOISE).astype(np.float64)
     for number in range(4):
         times = np.where(held, 0.0, 1 - number / 4)[..., None]
-        x = np.where(held[..., None], x, x - (x.mean(axis=1, keepdims=True) + times) / 4)
+        x = np.where(held[..., None], x, x - ((x + times).mean(axis=1, keepdims=True) + times) / 4)
     np.testing.assert_allclose(found, x, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(found)[held], np.asarray(TARGET)[held])
     if not any(delays):
