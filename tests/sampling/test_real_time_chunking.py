@@ -77,7 +77,7 @@ def test_frozen_actions_become_the_target_and_free_ones_what_they_would_have_bee
 
 
 class Joined:
-    """A model with a time for each action: the velocity of each is the mean of all actions and times, plus its own time."""
+    """A model with a time for each action: a velocity is the mean of all actions and times, plus the own time."""
 
     def context(self, observation):
         return observation
