@@ -19,6 +19,7 @@ import numpy as np
 
 from openpi_train.checkpoints.weights import CheckpointWeightLoader
 from openpi_train.data.core import cache_folders
+from openpi_train.data.core.dataset_flags import numbered
 from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.source import SourceConfig, column_name
 from openpi_train.data.formats.detection import source_at
@@ -26,9 +27,9 @@ from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.lerobot.described import camera_names, described
 from openpi_train.data.formats.zarr import Zarr
 from openpi_train.data.formats.zarr.described_store import described_store, store_cameras
-from openpi_train.data.robot.config import DataConfig, Dataset, numbered
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.windows import require_cameras
-from openpi_train.data.text.opened_texts import first_kind
+from openpi_train.data.text.first_records import first_kind
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_files import ENDINGS, find_files
 from openpi_train.envs.closed_loop import ClosedLoop

@@ -22,6 +22,7 @@ from openpi_train.data.check.record_flags import SpecialTokens
 from openpi_train.data.check.record_measures import ExaminedTexts
 from openpi_train.data.check.text_kinds import examine_texts
 from openpi_train.data.core import cache_folders, findings
+from openpi_train.data.core.dataset_flags import numbered
 from openpi_train.data.core.findings import Finding
 from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.source import Source, SourceConfig
@@ -34,7 +35,7 @@ from openpi_train.data.formats.rlds import Rlds
 from openpi_train.data.formats.rlds.schema import INFO_FILE
 from openpi_train.data.formats.sidecar import IndexedConfig, digest
 from openpi_train.data.formats.zarr.store import is_zarr
-from openpi_train.data.robot.config import DataConfig, numbered
+from openpi_train.data.robot.config import DataConfig
 from openpi_train.data.robot.examination import examine as examine_together
 from openpi_train.data.text import arithmetic
 from openpi_train.data.text.opened_texts import OpenedText

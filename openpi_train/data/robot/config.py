@@ -3,17 +3,16 @@
 Read next: `opened.py`, which turns a `DataConfig` into rows.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from openpi_train.data.core import hub
+from openpi_train.data.core.dataset_flags import numbered
 from openpi_train.data.core.interface import Data, OpenedData, OpeningRequest
 from openpi_train.data.core.mixture import shares_in_words
 from openpi_train.data.core.source import SourceConfig
@@ -55,22 +54,6 @@ class Dataset:
         parts = [part for part in PurePath(self.source.location).parts if part.strip("/.")]
         named = [part for part in parts if not re.fullmatch(r"\d+(\.\d+)*", part)]
         return named[-1] if named else type(self.source).__name__
-
-
-@contextlib.contextmanager
-def of_dataset(number: int) -> Iterator[None]:
-    """Errors are of the dataset of this number: flags `--data.datasets.N` in their texts have it."""
-    try:
-        yield
-    except ValueError as error:
-        if (text := numbered(str(error), number)) != str(error):
-            raise ValueError(text) from error
-        raise
-
-
-def numbered(text: str, number: int) -> str:
-    """The text with the flags of this dataset."""
-    return text.replace("--data.datasets.N.", f"--data.datasets.{number}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

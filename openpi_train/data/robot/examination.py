@@ -5,9 +5,10 @@ import importlib.util
 import numpy as np
 
 from openpi_train.data.core import hub
+from openpi_train.data.core.dataset_flags import of_dataset
 from openpi_train.data.core.interface import OpeningRequest
 from openpi_train.data.make import embedded
-from openpi_train.data.robot.config import DataConfig, Dataset, of_dataset
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.norm_stats import assets
 from openpi_train.data.robot.normalize import read_norm_stats
 from openpi_train.data.robot.opened import open_windows

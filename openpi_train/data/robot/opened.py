@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from openpi_train.data.core import cache_folders
+from openpi_train.data.core.dataset_flags import of_dataset
 from openpi_train.data.core.interface import Feed, OpenedData, OpeningRequest, RowSpec
 from openpi_train.data.core.source import Source, SourceConfig
 from openpi_train.data.core.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.robot.chunk_tokens import chunk_tokens
-from openpi_train.data.robot.config import DataConfig, Dataset, of_dataset
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.mixed_robots import of_rates
 from openpi_train.data.robot.norm_stats import assets, mean_action
 from openpi_train.data.robot.normalize import Form, NormStats, norm_stats_json

@@ -3,36 +3,34 @@
 Read next: `text_rows.py`, `core/feed.py`.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from openpi_train.data.core import findings
+from openpi_train.data.core.dataset_flags import of_dataset
 from openpi_train.data.core.held_out import validation_episodes
 from openpi_train.data.core.hub import SCHEME
 from openpi_train.data.core.interface import Feed, OpenedData, OpeningRequest
 from openpi_train.data.core.text_lengths import UNIT, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.text import arithmetic
-from openpi_train.data.text.encoded_parts import bad_record, renamed
-from openpi_train.data.text.examples import COLUMNS, example_of
+from openpi_train.data.text.first_records import KINDS, require_first
 from openpi_train.data.text.prompt_records import PromptRecord, prompt_records, with_all_columns
 from openpi_train.data.text.text_data import TextData, TextDataset
 from openpi_train.data.text.text_encoder import TextEncoder, built_in_template, templates_of
-from openpi_train.data.text.text_files import TextFile, find_files, names_a_path, parsed
+from openpi_train.data.text.text_files import find_files, names_a_path
 from openpi_train.data.text.text_prompts import TextPrompt, prompts_of
 from openpi_train.data.text.text_rows import RowMember, TextCut, TextRows
-from openpi_train.data.text.token_cache import UNKNOWN, TokenCache, require_kind
+from openpi_train.data.text.token_cache import UNKNOWN, TokenCache
 from openpi_train.data.text.token_store import TokenStore
 from openpi_train.data.tokenizers.text_tokenizer import FOLDER, TextTokenizer, load_text_tokenizer
-from openpi_train.runtime.exits import DataError, ErrorCollector, RunError, reported_as
+from openpi_train.runtime.exits import DataError, ErrorCollector, reported_as
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -47,14 +45,6 @@ _MOST_LENGTHS = 64
 _MOST_UNKNOWN = 0.5
 # If more than this share of the texts is cut, there is a warning.
 _MOST_CUT = 0.25
-# Records after a bad one in which a good one is looked for.
-_LOOKED_AT = 100
-_KINDS = {
-    "texts": ("language modelling", "prompt/completion"),
-    "preferences": ("preference",),
-    "unpaired": ("unpaired preference",),
-    "prompts": ("prompt only",),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +149,7 @@ def open_texts(config: TextData, request: OpeningRequest) -> OpenedText:
     encoder = _encoder(config, tokenizer)
     splits = []
     for number, dataset in enumerate(config.datasets):
-        with _numbered(number):
+        with of_dataset(number):
             splits.append(_open_splits(config, number, dataset, encoder))
     for train, held_out in splits:
         for split in (train, held_out):
@@ -236,7 +226,7 @@ def examine_texts(config: TextData, model: object) -> list[str]:
     """
     together, notes = ErrorCollector(), []
     for number, dataset in enumerate(config.datasets):
-        with together, reported_as(DataError), _numbered(number):
+        with together, reported_as(DataError), of_dataset(number):
             notes.append(_examine_files(config, number, dataset))
     with together, reported_as(DataError):
         if config.tokenizer.startswith(SCHEME):
@@ -253,71 +243,12 @@ def _examine_files(config: TextData, number: int, dataset: TextDataset) -> str:
         return f"{dataset.path}: it is on the hub; a start fetches it"
     if arithmetic.missing(dataset.path):
         return f"{dataset.path}: the embedded dataset is not written yet; a start does it"
-    _examine_first(config, dataset, find_files(dataset.path, dataset.split)[0])
+    require_first(config, dataset, find_files(dataset.path, dataset.split)[0])
     if dataset.validation is not None:
         if not names_a_path(dataset.validation):
             _refuse_held_out_training(config, number, dataset)
-        _examine_first(config, dataset, find_files(*_held_out_place(dataset, dataset.validation))[0])
+        require_first(config, dataset, find_files(*_held_out_place(dataset, dataset.validation))[0])
     return f"{dataset.path}: its texts; a start reads them, and `data check` does so now"
-
-
-def _examine_first(config: TextData, dataset: TextDataset, file: TextFile) -> None:
-    """Raise ValueError if the run does not take the first record of a file. Of an array all must be read: none is."""
-    if file.is_array:
-        return
-    columns = dataset.columns_by_type
-    records = file.records(tuple(columns.values()) or COLUMNS)
-    for number, raw in records:
-        try:
-            kind = example_of(renamed(parsed(raw), columns)).type.kind
-        except ValueError as error:
-            if config.on_bad_record == "skip":
-                return
-            raise bad_record(dataset.name, file.place(number), error, has_good=_has_good(records, columns)) from error
-        require_kind(dataset.name, kind, _KINDS[config.kind])
-        return
-
-
-def _has_good(records: Iterable[tuple[int, object]], columns: Mapping[str, str]) -> bool:
-    """Whether one of the first records can be read."""
-    for _, raw in itertools.islice(records, _LOOKED_AT):
-        with contextlib.suppress(ValueError):
-            example_of(renamed(parsed(raw), columns))
-            return True
-    return False
-
-
-@contextlib.contextmanager
-def _numbered(number: int) -> Iterator[None]:
-    """In this block, messages name the flags of the dataset of this number."""
-    try:
-        yield
-    except (ValueError, RunError) as error:
-        error.args = tuple(str(told).replace("--data.datasets.N.", f"--data.datasets.{number}.") for told in error.args)
-        raise
-
-
-def first_kind(dataset: TextDataset) -> str:
-    """The kind of the first record of the run's first dataset (`examples.Kind`).
-
-    Raises FileNotFoundError if there is no file, ValueError if the record is none.
-    """
-    with _numbered(0):
-        return _first_kind(dataset)
-
-
-def _first_kind(dataset: TextDataset) -> str:
-    columns = dataset.columns_by_type
-    for file in find_files(dataset.path, dataset.split):
-        records = file.records(tuple(columns.values()) or COLUMNS)
-        for number, raw in records:
-            try:
-                return example_of(renamed(parsed(raw), columns)).type.kind
-            except ValueError as error:
-                raise bad_record(
-                    dataset.name, file.place(number), error, has_good=_has_good(records, columns)
-                ) from error
-    raise ValueError(f"no text in {dataset.path}: it is empty")
 
 
 def _encoder(config: TextData, tokenizer: TextTokenizer) -> TextEncoder:
@@ -446,7 +377,7 @@ def _cache(config: TextData, dataset: TextDataset, encoder: TextEncoder, where: 
         files=find_files(where, split, offline=config.offline),
         encoder=encoder,
         columns=dataset.columns_by_type,
-        kinds=_KINDS[config.kind],
+        kinds=KINDS[config.kind],
         cache_dir=config.cache_dir,
         on_bad_record=config.on_bad_record,
     )
