@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from openpi_train.data.core import cache_folders
+from openpi_train.data.core.close_names import guess
 from openpi_train.data.core.source import SourceConfig
 from openpi_train.data.formats.lerobot import LeRobot
 from openpi_train.data.formats.lerobot.lerobot_layout import is_lerobot
@@ -30,10 +31,11 @@ def source_at(path: str) -> SourceConfig:
         if downloaded is not None and is_lerobot(downloaded):
             logger.info("%s is read from LeRobot's folder: %s", path, downloaded)
             return LeRobot(path=downloaded)
+        where = "" if downloaded is None else f"; nor is {downloaded}, where LeRobot would have it (--data.repo-id)"
         raise FileNotFoundError(
-            f"{path} does not exist: give the folder of an RLDS dataset (with dataset_info.json), of a LeRobot one "
-            "(with meta/info.json), a zarr store, or a folder of parquet files"
-            + ("" if downloaded is None else f"; nor is {downloaded}, where LeRobot would have it (--data.repo-id)")
+            f"{path} does not exist{guess(Path(path).expanduser())}: give the folder of an RLDS dataset (with "
+            "dataset_info.json), of a LeRobot one (with meta/info.json), a zarr store, or a folder of parquet files"
+            f"{where}{guess(Path(downloaded)) if downloaded else ''}"
         )
     if is_lerobot(path):
         return LeRobot(path=path)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from openpi_train.data.core.close_names import guess
 from openpi_train.data.core.damage import raise_if_system
 from openpi_train.data.core.files import naming
 from openpi_train.data.core.hub import SCHEME, hub_folder
@@ -203,7 +204,7 @@ def find_files(where: str, split: str | None = None, *, offline: bool = False) -
     else:
         root = Path(where).expanduser()
         if not root.exists():
-            raise FileNotFoundError(f"there is no file or folder {where}: check the path")
+            raise FileNotFoundError(f"there is no file or folder {where}{guess(root)}: check the path")
     if root.is_file():
         if not root.name.endswith(ENDINGS):
             raise FileNotFoundError(f"{where} is none of {', '.join(ENDINGS)}, which are the files that are read")
