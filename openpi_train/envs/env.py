@@ -48,6 +48,8 @@ class Env(abc.ABC):
     also_called: ClassVar[Mapping[str, str]] = {}
     # Actions of a chunk that published evaluations execute before they look again; None: the policy's own number.
     replan_steps: ClassVar[int | None] = None
+    # GiB of host memory that the simulator of an episode keeps: 0 where it has none, None where nobody knows.
+    simulator_gib: ClassVar[float | None] = 0.0
     # Whether every control step has a `reward`.
     has_reward: ClassVar[bool] = False
     # Whether a scripted expert can `demonstrate` every task.

@@ -91,6 +91,7 @@ class GymEnv(Env):
         return self.step_limit or self._about.max_steps
 
     has_reward: ClassVar[bool] = True
+    simulator_gib: ClassVar[float | None] = None
 
     @property
     def has_expert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -68,6 +68,10 @@ class ProcessEnv(Env):
         return self.env.replan_steps
 
     @property
+    def simulator_gib(self) -> float | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.env.simulator_gib
+
+    @property
     def action_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.env.action_dim
 

@@ -49,6 +49,8 @@ class LiberoEnv(Env):
     also_called: ClassVar[Mapping[str, str]] = {"image2": "wrist_image"}
     # openpi's `examples/libero/main.py`.
     replan_steps: ClassVar[int | None] = 5
+    # 0.63 to 0.87, rendered in software.
+    simulator_gib: ClassVar[float | None] = 0.7
     action_dim: ClassVar[int] = 7
     state_dim: ClassVar[int] = 8
     control_hz: ClassVar[float] = 20.0

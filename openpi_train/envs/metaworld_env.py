@@ -62,6 +62,8 @@ class MetaWorldEnv(Env):
     state_dim: ClassVar[int] = 39
     control_hz: ClassVar[float] = 80.0
     max_steps: ClassVar[int] = 500
+    # With a picture; without, less.
+    simulator_gib: ClassVar[float | None] = 0.03
     has_reward: ClassVar[bool] = True
     has_expert: ClassVar[bool] = True
 

@@ -32,6 +32,7 @@ from openpi_train.evaluation.closed_loop_success import num_executed, write_scor
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json
 from openpi_train.launch import preflight
+from openpi_train.planning.simulators import simulators_in
 from openpi_train.policy.acting import Acting, ActingInRealTime
 from openpi_train.policy.loading import choose_dataset, load_policy
 from openpi_train.policy.policy import Policy
@@ -43,6 +44,7 @@ from openpi_train.sampling.flow import as_flow
 from openpi_train.sampling.real_time_chunking import MAX_GUIDANCE
 from openpi_train.tools import evaluate_text, figures, open_loop
 from openpi_train.tools.requests import EvaluateRequest, EvaluateTextRequest
+from openpi_train.training.start_check import tell_simulators
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,7 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
 def _in_closed_loop(
     request: EvaluateRequest, policy: Policy, config: ClosedLoop, begin: Callable[[], EnvPolicy], folder: Path
 ) -> None:
+    tell_simulators(simulators_in(config.env, "evaluations", "--batch-size", config.episodes_per_device))
     recorder = VideoRecorder(config.env, config.num_videos, folder / "videos")
     index, count, size = jax.process_index(), jax.process_count(), config.episodes_per_device
     score = evaluate(

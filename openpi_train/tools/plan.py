@@ -22,6 +22,7 @@ from openpi_train.planning.gpu import plugin
 from openpi_train.planning.gpu.step_account import GpuAccount
 from openpi_train.planning.gpu.targets import KINDS_OF_TARGETS, has_target, target_of
 from openpi_train.planning.iteration import DECODING_MEMORY_SHARE, Iteration, forecast_iteration
+from openpi_train.planning.simulators import Simulators, simulators_of
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, KINDS, DeviceKind, find_kind, product_rate
 from openpi_train.runtime.device_limits import CLIENT_SHARE
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
@@ -42,6 +43,7 @@ class Report:
     recommended: Forecast | None
     # Of the recommended one, or else the first; None of a run that makes no rollouts of its own.
     iteration: Iteration | None
+    simulators: Sequence[Simulators]
     why: str
     assumptions: Sequence[str]
 
@@ -197,6 +199,7 @@ def make_report(experiment: Experiment, machine: Machine) -> Report:
         forecasts=found,
         recommended=chosen,
         iteration=None if one.layout.rl is None else forecast_iteration(one.layout.rl, one),
+        simulators=simulators_of(experiment, machine.num_devices // machine.num_hosts),
         why=why,
         assumptions=_assumptions(experiment, machine),
     )
@@ -263,6 +266,7 @@ def _as_json(
             **({"candidate": chosen.as_json()} if chosen else {}),
         },
         "iteration": report.iteration.as_json() if report.iteration else None,
+        "simulators": [one.as_json() for one in report.simulators],
         "compiled": dataclasses.asdict(compiled) if compiled else None,
         "compiled_for_gpus": [{"candidate": one.as_json(), **found.as_json()} for one, found in accounts],
     }

@@ -2,12 +2,11 @@
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.model_config import ModelConfig
-from openpi_train.parallel.remat import Remat
 from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools.compiled_memory import Compiled
@@ -47,6 +46,7 @@ def tables(report: "Report", words: Sequence[str]) -> str:
         )
     if one.memory.experience:
         head.append(f"own rollouts of a step: {one.memory.experience / GIB:.3f} GiB on each device, beside the rest")
+    head += [one.words() for one in report.simulators]
     state = "State and gradients, GiB on each device; bytes sent with one micro-batch:"
     policies = "Per row, of the traced step (activations: an estimate; FLOPs: counted, recomputation included):"
     choices = f"Candidates ({machine.usable_bytes / GIB:.1f} GiB can be used on each device):"
@@ -117,15 +117,16 @@ def flags(experiment: Experiment, chosen: Forecast) -> list[str]:
     words = ["--sharding.strategy", chosen.layout.strategy]
     if 1 < chosen.layout.fsdp_devices < chosen.machine.num_devices // chosen.layout.tensor_devices:
         words += ["--fsdp-devices", str(chosen.layout.fsdp_devices)]
-    if chosen.policy.remat is not None:
+    if len(experiment.model.compute.remat_choices) > 1:
+        assert chosen.policy.remat is not None
         words += [_remat_flag(experiment.model), chosen.policy.remat]
     return [*words, "--grad-accum", str(chosen.grad_accum)]
 
 
 def _remat_flag(model: ModelConfig) -> str:
     """The flag of a model's rematerialisation policy: that of a reward model or of DPO is its language model's."""
-    changed = (changed_fields(as_json(model), as_json(model.with_compute(remat=one))) for one in get_args(Remat))
-    (field,) = next(filter(None, changed))
+    one, other = (as_json(model.with_compute(remat=remat)) for remat in model.compute.remat_choices[:2])
+    (field,) = changed_fields(one, other)
     return f"--model.{field.replace('_', '-')}"
 
 

@@ -34,6 +34,7 @@ from openpi_train.parallel.strategy import Plan
 from openpi_train.planning.choose import on_kind
 from openpi_train.planning.forecast import Forecast, Machine, instead, least_memory, recommend
 from openpi_train.planning.memory import Memory, require
+from openpi_train.planning.simulators import simulators_of
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import GIB, kind_of
 from openpi_train.runtime.device_limits import memory_bytes, total_bytes
@@ -52,6 +53,7 @@ from openpi_train.training.start_check import (
     check_trainable,
     examine_data,
     tell_rate,
+    tell_simulators,
     tell_state,
     tell_uncut,
     with_checked_attention,
@@ -261,6 +263,8 @@ class Settling:
         trainer = make_trainer(experiment, layout, sharding.plan(mesh, chosen.layout.strategy))
         if self.free_bytes is not None and sharding.offload != "none":
             check_host_room(sharding.offload, chosen.memory, self.processes_on_host)
+        if self.free_bytes is not None:
+            tell_simulators(simulators_of(experiment, self.processes_on_host * jax.local_device_count()))
         return Prepared(
             experiment=experiment,
             trainer=trainer,

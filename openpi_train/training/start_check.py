@@ -6,6 +6,7 @@ Read next: `checkpoints/weights.py`; `settling.py`, which calls it.
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 
 import jax
 
@@ -26,9 +27,10 @@ from openpi_train.objectives.policy_objective import distribution_of
 from openpi_train.parallel.strategy import HOST_MEMORY
 from openpi_train.planning.forecast import Forecast
 from openpi_train.planning.memory import Memory, require_host
+from openpi_train.planning.simulators import Simulators
 from openpi_train.runtime import agree
 from openpi_train.runtime.device_kinds import GIB, HOST_LINK_GB_S, kind_of
-from openpi_train.runtime.device_limits import host_bytes_per_device
+from openpi_train.runtime.device_limits import host_available_bytes, host_bytes_per_device
 from openpi_train.runtime.exits import CheckpointError, DataError, ErrorCollector, UsageError, reported_as
 from openpi_train.runtime.phases import phase
 from openpi_train.sampling.denoising import DenoisingSampler
@@ -215,3 +217,13 @@ def check_host_room(offload: str, memory: Memory, processes_on_host: int) -> Non
         memory.host_link_s,
         HOST_LINK_GB_S,
     )
+
+
+def tell_simulators(found: Sequence[Simulators]) -> None:
+    """Warn of simulators that need more than the host's available memory."""
+    needed, available = sum(one.gib or 0.0 for one in found), host_available_bytes() / GIB
+    if needed > available:
+        logger.warning(
+            "%s; %.1f GiB are available. The host may run out of memory: give fewer",
+            *("; ".join(one.words() for one in found), available),
+        )

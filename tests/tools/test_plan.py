@@ -13,6 +13,7 @@ from openpi_train.models.pi0 import Pi0Config
 from openpi_train.models.pi0_fast import Pi0FastConfig
 from openpi_train.parallel.remat import Remat
 from openpi_train.parallel.strategy import CUT
+from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.runtime.exits import DONE, USAGE, UsageError
 from openpi_train.tools import compiled_memory, plan, plan_text
@@ -229,3 +230,13 @@ def test_every_way_of_training_a_vla_is_planned_and_what_is_frozen_takes_two_byt
     forward = by_hand.get(type(model), flops_by_hand.paligemma)(model, len(found.experiment.data.cameras))
     assert found.forecasts[0].policy.flops_per_row <= backward * 4 * forward
     assert ("  frozen  " in plan_text.tables(found, ["debug"])) == (frozen > 0)
+
+
+def test_a_policy_whose_blocks_are_not_recomputed_is_planned_without_that_flag_and_with_its_simulators():
+    found = report("metaworld_rloo", devices=4, hosts=2)
+    text = plan_text.tables(found, ["metaworld_rloo"])
+    assert text.endswith("metaworld_rloo --exp-name NAME \\\n  --sharding.strategy replicated --grad-accum 1")
+    loop, rl = found.experiment.robot_eval.closed_loop, found.experiment.rl
+    assert isinstance(rl, RobotRL)
+    assert f"simulators for evaluations: {2 * loop.episodes_per_device} of " in text
+    assert f"simulators for rollouts: {min(2 * rl.slots * rl.episodes_per_device, rl.num_rollouts)} of " in text
