@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -252,11 +253,14 @@ def tell_robots(experiment: Experiment, before: Experiment) -> None:
         )
 
 
-def require_robots(experiment: Experiment, typed: str | None = None) -> None:
+def require_robots(
+    experiment: Experiment, typed: str | None = None, of_other_dims: Mapping[int, str] = types.MappingProxyType({})
+) -> None:
     """Raise DataError, with a command to give, if a dataset lacks what the experiment's robot reads.
 
     Looks at metadata alone, of LeRobot datasets and zarr stores, whose robot can be described instead. `typed` is the
-    word that a command line has for the experiment, where that is not its name.
+    word that a command line has for the experiment, where that is not its name, and `of_other_dims` those for the same
+    robot with other action dims.
     """
     datasets = experiment.data.datasets if isinstance(experiment.data, DataConfig) else ()
     for number, dataset in enumerate(datasets):
@@ -281,6 +285,9 @@ def require_robots(experiment: Experiment, typed: str | None = None) -> None:
                 shlex.quote(typed or experiment.name),
                 f"--exp-name {experiment.exp_name} --dataset {shlex.quote(source.location)}",
             )
+            dims = math.prod(shapes.get("action", ()))
+            if dims in of_other_dims and (other := shlex.quote(of_other_dims[dims])) != name:
+                problems.append(f"With {dims} action dims: python -m openpi_train {other} {about}. ")
             raise DataError(
                 f"{''.join(problems)}{experiment.name} is for {type(dataset.robot).__name__}; if this is another "
                 f"robot, take the one that the dataset describes: python -m openpi_train {name} {about} --data.robot "

@@ -165,6 +165,24 @@ def alternatives(name: str) -> list[str]:
     return [f"{module.__file__}:{key}" for key, value in vars(module).items() if any(value is one for one in several)]
 
 
+def of_other_dims(name: str) -> dict[int, str]:
+    """The experiments among which a dataset's action dims choose (`ByActionDim`), by these dims, if `name` is one of
+    them: the words that a command line has for them; else none.
+    """
+    from openpi_train.choice import ByActionDim
+
+    try:
+        module, experiment, short = _found(name)
+    except UnknownName:  # built by a door
+        return {}
+    names = {id(value): key for key, value in vars(module).items()}
+    for choice in vars(module).values():
+        if isinstance(choice, ByActionDim) and any(one is experiment for one in choice.experiments.values()):
+            file = name.removesuffix(short)
+            return {dims: file + names[id(one)] for dims, one in choice.experiments.items() if id(one) in names}
+    return {}
+
+
 def description(name: str) -> str:
     """The description of an experiment; empty if it has none."""
     if ".py" in name:

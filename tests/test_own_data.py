@@ -162,6 +162,29 @@ def test_another_robot_is_told_the_command_that_takes_the_datasets(name, neutral
         assert trained.demonstrations.datasets[0].robot.action_dims == JOINTS
 
 
+@pytest.mark.parametrize("file", ["", "configs/robot_dp.py:"])
+@pytest.mark.parametrize("name", ["robot_dp_10", "robot_dp_16"])
+def test_a_store_of_other_dims_is_told_the_experiment_of_its_dims(name, file, monkeypatch):
+    monkeypatch.chdir(FIXTURES.parents[2])
+    store = ZARR / "arms_14.zarr"
+    found = parsed(file + name, "--dataset", store)
+    typed = registry.typed(found.name)
+    with pytest.raises(DataError) as caught:
+        require_robots(found, typed, registry.of_other_dims(typed))
+    (told,) = re.findall(r"With 14 action dims: python -m openpi_train (.+?)\. ", str(caught.value))
+    word, *rest = shlex.split(told)
+    assert word == f"{file}robot_dp_14"
+    require_robots(parse_experiment(word, rest))
+
+
+def test_dims_of_no_other_experiment_are_told_nothing_more():
+    found = parsed("robot_dp_14", "--dataset", LEROBOT)
+    with pytest.raises(DataError) as caught:
+        require_robots(found, None, registry.of_other_dims("robot_dp_14"))
+    assert "action dims:" not in str(caught.value)
+    assert registry.of_other_dims("robot_dp") == registry.of_other_dims("vla") == {}
+
+
 def test_a_language_model_takes_chats_pairs_and_prompts(tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chat, pairs = write(tmp_path / "chat.jsonl", {"messages": talk}), tmp_path / "pairs.jsonl"

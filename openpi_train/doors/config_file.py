@@ -63,6 +63,8 @@ class ConfigFile:
         self.flags: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
         self.values = dict(flatten(config))
+        # The keys that gave each flag.
+        self.origin: dict[str, tuple[str, ...]] = {}
         self._meaning: dict[str, list[str]] = {}
         self._asked: set[str] = set()
 
@@ -135,9 +137,9 @@ class ConfigFile:
         if value is None:
             return
         self.flags[name] = value
-        for key in keys:
-            if key in self.values:
-                self._meaning.setdefault(key, []).append(" ".join(words(name, value)))
+        self.origin[name] = tuple(key for key in keys if key in self.values)
+        for key in self.origin[name]:
+            self._meaning.setdefault(key, []).append(" ".join(words(name, value)))
 
     def left_out(self, name: str, why: str) -> None:
         """Take back the flag `name`: the keys that gave it have the reason `why` instead."""
@@ -271,9 +273,9 @@ READERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def contradiction(text: str) -> UsageError:
-    """The error for two values of which only one can be meant."""
-    return UsageError(f"{text}: they contradict each other; keep one of them, or make them equal")
+def contradiction(text: str, remedy: str = "keep one of them, or make them equal") -> UsageError:
+    """The error for two values of which only one can be meant, with what to do."""
+    return UsageError(f"{text}: they contradict each other; {remedy}")
 
 
 def as_json(value: object) -> str:

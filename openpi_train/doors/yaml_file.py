@@ -37,8 +37,6 @@ class YamlFile(ConfigFile):
         inside = config.get(_TRAINING, {})
         self._in_training = {key for key, _ in flatten(inside) if key not in given}
         self.values.update(given)
-        # The keys that gave each flag.
-        self.origin: dict[str, tuple[str, ...]] = {}
 
     def shown(self, key: str) -> str:
         """The key where it stands in the file."""
@@ -54,11 +52,6 @@ class YamlFile(ConfigFile):
         if value is not None and value.lower() not in allowed:
             raise UsageError(f"{self.shown(key)} is {value!r}; allowed: {', '.join(allowed)}")
         return None if value is None else value.lower()
-
-    def flag(self, name: str, value: object, *keys: str) -> None:
-        super().flag(name, value, *keys)
-        if value is not None:
-            self.origin[name] = tuple(key for key in keys if key in self.values)
 
 
 def _one_level(config: dict[str, Any]) -> dict[str, Any]:

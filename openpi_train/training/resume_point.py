@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ def resume_point(experiment: Experiment) -> ResumePoint:
             return _at(path, own.resolve(), word)
     there = f"there are steps {', '.join(map(str, steps))}" if steps else "there is no complete checkpoint"
     there += "" if best is None else f", of which {best.step} is the best"
+    missing = f"there is no {path}, and " if os.sep in word and not path.exists() else ""
     raise UsageError(
-        f"--resume-from {word}: {own} has no such checkpoint; {there}. Give one of its steps, best or latest, or the "
-        "path of another run or of a checkpoint in it"
+        f"--resume-from {word}: {missing}{own} has no such checkpoint; {there}. Give one of its steps, best or "
+        "latest, or the path of another run or of a checkpoint in it"
     )
 
 

@@ -85,7 +85,8 @@ def remote_weights(given: Experiment) -> list[str]:
 def examine_data(experiment: Experiment, together: ErrorCollector) -> list[str]:
     """Keep what is soon found wrong with the data; returns what was not looked at."""
     with together:
-        require_robots(experiment, registry.typed(experiment.name))
+        typed = registry.typed(experiment.name)
+        require_robots(experiment, typed, registry.of_other_dims(typed))
     with together, reported_as(DataError):
         return experiment.data.examine(experiment.model)
     return []

@@ -93,8 +93,10 @@ def test_a_section_of_the_guide_becomes_these_flags_alone(section, flags):
         # The section's rows are not those of the file that it names.
         (
             "less_memory_deepspeed",
-            "per_device_train_batch_size is 1, and configs/deepspeed/zero3.json gives --micro-batch-size 4; "
-            "gradient_accumulation_steps is 16, and configs/deepspeed/zero3.json gives --grad-accum 8: they",
+            "per_device_train_batch_size is 1, and in configs/deepspeed/zero3.json train_micro_batch_size_per_gpu is "
+            "4; gradient_accumulation_steps is 16, and in configs/deepspeed/zero3.json gradient_accumulation_steps is "
+            '8: they contradict each other; make them equal, or give "auto" for train_batch_size, '
+            "train_micro_batch_size_per_gpu, gradient_accumulation_steps in the DeepSpeed file",
         ),
         ("precision", "fp16 is true and bf16 is true: they contradict each other; keep one of them"),
     ],
@@ -232,16 +234,16 @@ def test_keys_that_contradict_each_other_are_refused(keys, message):
 @pytest.mark.parametrize(
     ("keys", "changes", "message"),
     [
-        ({"gradient_accumulation_steps": 2}, {}, "gradient_accumulation_steps is 2, and ds.json gives --grad-accum 8"),
-        ({"max_grad_norm": 0.5}, {}, "max_grad_norm is 0.5, and ds.json gives --optimizer.clip-gradient-norm 1.0"),
-        ({"bf16": True}, {}, "bf16 is True, and ds.json gives --model.dtype float16"),
-        ({"weight_decay": 0.1}, {}, "weight_decay is 0.1, and ds.json gives --optimizer.weight-decay 3e-07"),
-        ({"adam_beta1": 0.9}, {}, "adam_beta1 is 0.9, and ds.json gives --optimizer.b1 0.8"),
-        ({"deepspeed_zero_stage": 3}, {}, "deepspeed_zero_stage is 3, and ds.json gives --sharding.strategy zero2"),
+        ({"gradient_accumulation_steps": 2}, {}, "is 2, and in ds.json gradient_accumulation_steps is 8"),
+        ({"max_grad_norm": 0.5}, {}, "max_grad_norm is 0.5, and in ds.json gradient_clipping is 1.0: they"),
+        ({"bf16": True}, {}, "bf16 is true, and in ds.json fp16.enabled is true"),
+        ({"weight_decay": 0.1}, {}, "weight_decay is 0.1, and in ds.json optimizer.params.weight_decay is 3e-07"),
+        ({"adam_beta1": 0.9}, {}, "adam_beta1 is 0.9, and in ds.json optimizer.params.betas is [0.8, 0.999]"),
+        ({"deepspeed_zero_stage": 3}, {}, "deepspeed_zero_stage is 3, and in ds.json zero_optimization.stage is 2"),
         (
             {"report_to": "none"},
             {"tensorboard": {"enabled": True}},
-            "report_to is none, and ds.json gives --tensorboard",
+            'report_to is "none", and in ds.json tensorboard.enabled is true',
         ),
         ({}, {"fp16.enabled": True, "bf16": {"enabled": True}}, "ds.json: fp16.enabled and bf16.enabled exclude"),
     ],

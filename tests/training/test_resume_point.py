@@ -129,3 +129,11 @@ def test_a_checkpoint_of_openpis_is_recognised_wherever_it_is_given(runs, state)
             ask()
         assert f"--weight-loader.params-path {runs / 'theirs' / '10'}" in str(error.value)
         assert ("--weight-loader.continue-training" in str(error.value)) == state
+
+
+def test_a_path_that_is_not_there_is_said_first(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    for word in ("old/best_model.pth", str(runs / "old" / "best_model.pth")):
+        with pytest.raises(UsageError) as error:
+            resume_point(given(runs, word, "new"))
+        assert str(error.value).startswith(f"--resume-from {word}: there is no {runs / 'old' / 'best_model.pth'}, and ")

@@ -23,7 +23,8 @@ from openpi_train.runtime.exits import UsageError
 logger = logging.getLogger(__name__)
 
 STRATEGIES = {0: "replicated", 1: "zero1", 2: "zero2", 3: "zero3"}
-_TOTAL, _ROWS, _ACCUM = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TOTAL, _ROWS, _ACCUM = BATCH_KEYS
 _OF_ANY_OPTIMIZER = ("--optimizer.clip-gradient-norm", "--optimizer.moment-dtype")
 # DeepSpeed's optimizer types, in lower case, and ours.
 _OPTIMIZERS = {

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from openpi_train.doors.config_file import Flag, contradiction, words
-from openpi_train.doors.deepspeed.flags import STRATEGIES, DeepSpeedFlags, note_file, translate_file
+from openpi_train.doors.config_file import ConfigFile, Flag, as_json, contradiction, words
+from openpi_train.doors.deepspeed.flags import BATCH_KEYS, STRATEGIES, DeepSpeedFlags, note_file, translate_file
 from openpi_train.doors.posttraining.yaml_config import YamlConfig
 from openpi_train.runtime.exits import UsageError
 
@@ -15,6 +15,11 @@ _STAGE, _OFFLOAD = "deepspeed_zero_stage", "deepspeed_cpu_offload"
 _KINDS = ("ddp", "deepspeed", "auto", "rule")
 _CHOSEN = "by memory and speed (`rule`: by parameters, as the tool does: under 1B ddp, 1B to 7B ZeRO-2, above ZeRO-3)"
 _BATCH = ("batch-size", "keep-effective-batch-size")
+_ROWS = frozenset({"micro-batch-size", "grad-accum"})
+_KEEP_ONE = "keep one of them, or make them equal"
+_MAKE_AUTO = (
+    f'make them equal, or give "auto" for {", ".join(BATCH_KEYS)} in the DeepSpeed file: then the YAML file\'s count'
+)
 _SCHEDULE, _RATE = "lr-schedule.", "lr-schedule.peak-lr"
 
 
@@ -56,6 +61,11 @@ class BesideDeepSpeed:
         """The micro-batches of a step, if it gives them."""
         return self._number("grad-accum")
 
+    def _given(self, name: str) -> str:
+        """The keys of the file that give a flag, or the flag, if it is a default of DeepSpeed."""
+        found = None if self.translated is None else self.translated.file
+        return (_keys(found, name) if found else "") or f"the default is {' '.join(self.flags[name])}"
+
     def _number(self, name: str) -> int | None:
         return int(self.flags[name][1]) if name in self.flags else None
 
@@ -67,22 +77,26 @@ class BesideDeepSpeed:
         the files differ in anything else.
         """
         own = {name: words(name, value) for name, value in file.flags.items()}
-        differ = []
+        differ: dict[str, str] = {}
         for name, flag in own.items():
             replaces = (
                 name.startswith(_SCHEDULE) or name in (*_BATCH, "log-interval") or flag[1:] in (("auto",), ("rule",))
             )
             if name in self.flags and not replaces and not _same(flag, self.flags[name]):
-                keys = " and ".join(f"{key} is {file.values[key]}" for key in file.origin[name])
-                differ.append(f"{keys}, and {self.path} gives {' '.join(self.flags[name])}")
+                differ[name] = f"{_keys(file, name)}, and in {self.path} {self._given(name)}"
         if differ:
-            raise contradiction("; ".join(differ))
+            raise contradiction("; ".join(differ.values()), _MAKE_AUTO if _ROWS & differ.keys() else _KEEP_ONE)
         schedule = [key for name in own if _is_schedule(name) for key in file.origin[name]]
         for name, flag in self.flags.items():
             by = file.origin[name] if name in own else schedule if _is_schedule(name) else ()
             if self.translated and by and not (name in own and _same(own[name], flag)):
                 self.translated.file.left_out(name, f"replaced by {', '.join(dict.fromkeys(by))}")
         return (*(flag for name, flag in self.flags.items() if name not in own), *own.values())
+
+
+def _keys(file: ConfigFile, name: str) -> str:
+    """The keys of a file that gave a flag, with their values."""
+    return " and ".join(f"{key} is {as_json(file.values[key])}" for key in file.origin[name])
 
 
 def _is_schedule(name: str) -> bool:

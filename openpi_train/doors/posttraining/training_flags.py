@@ -192,7 +192,7 @@ def _precision(file: YamlConfig) -> None:
     switches = {name: file.boolean(name) for name in ("fp16", "bf16")}
     on = [name for name, value in switches.items() if value]
     if len(on) > 1:
-        raise contradiction("fp16 is true and bf16 is true")
+        raise contradiction("fp16 is true and bf16 is true", "keep one of them")
     for name, value in switches.items():
         if mixed is not None and value is not None and value != (mixed == name):
             raise contradiction(f"mixed_precision is {mixed!r} and {name} is {str(value).lower()}")

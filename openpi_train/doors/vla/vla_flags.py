@@ -57,6 +57,7 @@ KEYS = {
     "--model.dtype": "model.vlm_config.dtype",
     "--freeze": "model.vlm_config.freeze_vision_tower, freeze_language_model",
     "--no-keep-effective-batch-size": "without --keep_effective_batch_size",
+    "--resume-from": "resume_checkpoint",
 }
 # The feed-forward layers of the trainer's head, relative to its width.
 _MLP_FACTOR = 4
