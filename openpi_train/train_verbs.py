@@ -137,11 +137,16 @@ def vla(argv: Sequence[str]) -> int:
 
 
 def _asked(verb: str, kind: object, argv: Sequence[str]) -> tuple[Any, "TrainFlags", list[str]]:
-    """The request of a verb, which process this is, and the words that are left. Logging is as of this process."""
+    """The request of a verb, which process this is, and the words that are left. Logging is as of this process.
+
+    Raises UsageError if its config cannot be read, which is known before jax is imported.
+    """
     from openpi_train.command_line import Own, TrainFlags, parse_known
+    from openpi_train.doors.yaml_file import read_yaml
 
     (request, process), rest = parse_known(tuple[Own[kind], Own[TrainFlags]], argv, verb, kind.__doc__)
     logs.configure(find_world(process, os.environ).process_index)
+    _read(lambda: read_yaml(request.config))
     return request, process, rest
 
 

@@ -4,6 +4,7 @@ A guide's command names such a file relative to its project. Standard library on
 `posttraining/posttraining_launch.py`.
 """
 
+import functools
 import importlib.util
 import os
 import sys
@@ -30,8 +31,13 @@ def found(path: str | Path) -> str:
     if not shipped.is_file():
         return str(path)
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"there is no {path} here; the one that ships with openpi_train is used: {shipped}\n")
+        _tell_once(f"there is no {path} here; the one that ships with openpi_train is used: {shipped}\n")
     return str(shipped)
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    sys.stderr.write(text)
 
 
 def required(path: str) -> str:

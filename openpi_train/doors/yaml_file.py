@@ -101,7 +101,8 @@ def read_yaml(path: str | Path) -> Mapping[str, Any]:
         text = Path(guide_files.found(path)).expanduser().read_text(encoding="utf-8")
         config = _without_nulls(yaml.load(text, _StrictLoader))
     except OSError as error:
-        raise UsageError(f"the config {path} cannot be read: {error.strerror}") from error
+        place = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise UsageError(f"the config {path} cannot be read: {error.strerror}{place}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,25 @@ def test_the_ript_configs_start_from_what_the_quick_test_leaves(name):
     assert translated.policy == "./output/tabletop_few/quick_distributed_test" and translated.env == "tabletop"
     quick = (CONFIGS.parent / "scripts" / "quick_distributed_test.sh").read_text()
     assert "tabletop_few --exp-name quick_distributed_test\n    --checkpoint-base-dir ./output" in quick
+
+
+@pytest.mark.parametrize("verb", ["posttrain", "ript", "vla"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file or directory in {folder}"), ("a: [", "is no YAML config"), ("", "must hold keys")],
+)
+def test_a_config_that_cannot_be_read_is_told_before_jax_is_imported(verb, text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "own.yaml").write_text(text)
+    words = [verb, "--config", "own.yaml"]
+    program = (
+        f"import sys\nfrom openpi_train import cli\ncode = cli.run({words!r})\nsys.exit(code + ('jax' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and message.format(folder=tmp_path) in done.stderr, done.stderr
+
+
+def test_a_file_that_is_read_twice_is_told_of_once(capfd):
+    program = "from openpi_train.doors import yaml_file as y\nfor _ in range(2): y.read_yaml('configs/vla_config.yaml')"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert capfd.readouterr().err.count("the one that ships with openpi_train is used") == 1
