@@ -146,7 +146,7 @@ def _asked(verb: str, kind: object, argv: Sequence[str]) -> tuple[Any, "TrainFla
 
     (request, process), rest = parse_known(tuple[Own[kind], Own[TrainFlags]], argv, verb, kind.__doc__)
     logs.configure(find_world(process, os.environ).process_index)
-    _read(lambda: read_yaml(request.config))
+    _read(lambda: read_yaml(request.config))  # pyright: ignore[reportAttributeAccessIssue]
     return request, process, rest
 
 
