@@ -20,6 +20,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 # A class that a page of the reference names, with its file.
 CLASS = re.compile(r"\[`(\w+)`\]\(\.\./\.\./(openpi_train/[\w/]+)\.py\)")
 
+# The beginning of a flag in the text of a page, not in a tag.
+FLAG = re.compile(r"(?<![\w-])--\w(?=[^<>]*<)")
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """mkdocs' hook: the version beside the name, and the link to the repository, from pyproject.toml."""
@@ -53,10 +56,10 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def on_page_content(html: str, page, **_) -> str:
-    """mkdocs' hook: a search finds results and changes after the pages that explain."""
+    """mkdocs' hook: no line ends within the `--` of a flag; a search finds results and changes after other pages."""
     if page.file.src_uri.startswith(("results/", "reference/changelog")):
         page.meta["search"] = {"boost": 0.2}
-    return html
+    return FLAG.sub(r'<span class="flag">\g<0></span>', html)
 
 
 def results() -> str:

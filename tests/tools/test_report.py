@@ -160,11 +160,18 @@ _PROBE = """<script>window.onload = () => {
     return canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value);
   });
   const last = said(), box = document.querySelector(".log:not(:disabled)"), wide = document.documentElement.scrollWidth;
-  box.click();
-  const slider = document.getElementById("smoothing");
-  slider.value = "0.5"; slider.dispatchEvent(new Event("input"));
-  setTimeout(() => document.body.insertAdjacentHTML("beforeend", "<pre id=probe>" + JSON.stringify(
-    { inked, last, smoothed: said(), isLog: box.checked, wide: wide > innerWidth }) + "</pre>"), 500);
+  const over = document.querySelector(".u-over"), place = over.getBoundingClientRect();
+  const at = { clientX: place.left + 3, clientY: place.top + 50, bubbles: true };
+  over.dispatchEvent(new MouseEvent("mouseenter", at));
+  over.dispatchEvent(new MouseEvent("mousemove", at));
+  setTimeout(() => {
+    const hovered = said();
+    box.click();
+    const slider = document.getElementById("smoothing");
+    slider.value = "0.5"; slider.dispatchEvent(new Event("input"));
+    setTimeout(() => document.body.insertAdjacentHTML("beforeend", "<pre id=probe>" + JSON.stringify(
+      { inked, last, hovered, smoothed: said(), isLog: box.checked, wide: wide > innerWidth }) + "</pre>"), 500);
+  }, 500);
 };</script>"""
 
 
@@ -174,7 +181,7 @@ def test_a_browser_draws_the_curves_without_a_network(tmp_path, width):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    run = run_with(tmp_path / "x", [{"step": 5, "loss": 4.0}, {"step": 10, "loss": 1.0}])
+    run = run_with(tmp_path / ("a_long_name_" * 8), [{"step": 5, "loss": 4.0}, {"step": 10, "loss": 1.0}])
     text = html_of([run], with_batches=False)
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
     console, _ = look(browser, text, tmp_path, width)  # under the page's own policy
@@ -183,7 +190,7 @@ def test_a_browser_draws_the_curves_without_a_network(tmp_path, width):
     console, found = look(browser, allowed.replace("</body>", _PROBE + "</body>"), tmp_path, width)
     assert "CONSOLE" not in console, console
     assert found["inked"] == [True] and not found["wide"] and found["isLog"]
-    assert found["last"] == ["10", "1"]
+    assert found["last"] == ["10", "1"] and found["hovered"] == ["5", "4"]  # below the cursor: the first step
     # Weights 1/4 and 1/2 of 4 and 1, over their sum.
     assert found["smoothed"][-1] == "2"
 

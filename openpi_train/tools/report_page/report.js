@@ -3,6 +3,7 @@
 (() => {
   const COLOURS = ["#3987e5", "#e0662f", "#35a05a", "#a864c2", "#b8932f", "#7d868f", "#2fa9bd", "#d4679b"];
   const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+  const BORDERS = ["solid", "dashed", "dotted", "dashed"]; // of a curve's sign in the legend
   const POINTS = 20; // curves with fewer points show them
   const slider = document.getElementById("smoothing");
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -26,6 +27,11 @@
     if (low === high) return low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1];
     return uPlot.rangeNum(low, high, 0.1, true);
   }
+  // One step, such as the last of an episode, lies in the middle.
+  const steps = (plot, low, high) => {
+    const [first, second] = plot.data[0];
+    return first !== undefined && second === undefined ? [first - 1, first + 1] : [low, high];
+  };
   // What the legend says: the value below the cursor, else the last one.
   const said = (form) => (plot, value, series, index) => {
     if (index !== null && index !== undefined) return form(value);
@@ -66,10 +72,11 @@
       const style = getComputedStyle(document.documentElement);
       const [soft, faint] = ["--soft", "--faint"].map((name) => style.getPropertyValue(name).trim());
       const tables = [], series = [{ label: about.xLabel, value: said((x) => (x === undefined ? "–" : x.toLocaleString("en"))) }];
-      const bands = [], hidden = [];
+      const bands = [], hidden = [], borders = ["solid"];
       const add = (x, y, options, isHidden = false) => {
         tables.push([x, y]);
         series.push({ value: said((y) => number(y)), spanGaps: false, ...options });
+        borders.push(BORDERS[Math.max(0, DASHES.indexOf(options.dash))]);
         if (isHidden) hidden.push(series.length - 1);
       };
       about.lines.forEach((line) => {
@@ -91,7 +98,8 @@
       this.zoomed = Boolean(zoom);
       this.plot = new uPlot({
         width: this.width, height: 230, series, bands,
-        scales: { x: { time: false }, y },
+        scales: { x: { time: false, range: steps }, y },
+        legend: { markers: { dash: (plot, index) => borders[index] } },
         axes: [
           { ...axis, space: 60, size: 34, incrs: [1, 2, 5].flatMap((n) => // whole steps
             Array.from({ length: 10 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b) },
