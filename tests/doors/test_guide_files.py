@@ -32,6 +32,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", guide_files._SHIPPED)
 def test_a_guides_file_is_found_from_any_folder_and_told_of(path, tmp_path, capsys):
+    guide_files._tell_once.cache_clear()
     shipped = CONFIGS / guide_files._SHIPPED[path]
     assert shipped.is_file() and guide_files.found(path) == guide_files.found(f"./{path}") == str(shipped)
     assert f"there is no {path} here; the one that ships with openpi_train is used" in capsys.readouterr().err
