@@ -99,7 +99,7 @@ class RolloutEpisodes:
     def query(self) -> None:
         """Ask the policy for the next chunk. Raises ValueError if it does not fit."""
         now = jax.vmap(jax.random.fold_in, in_axes=(0, None))(self._policy_keys, self._taken)
-        given = self._policy(_together(self._seen), now)
+        given = self._policy(self.observation, now)
         self._chunk = _checked(given, self._env, len(self._tasks), self._execute)
 
     def execute(self) -> None:
@@ -126,6 +126,11 @@ class RolloutEpisodes:
                 self._watch(self._states, self._done)
             if count - number <= self._history or self._record is not None:  # the policy will see it
                 self._seen.append(env.observe(self._states))
+
+    @property
+    def observation(self) -> EnvObservation:
+        """What the policy sees now; once the episodes are over, what it would see next."""
+        return _together(self._seen)
 
     @property
     def outcome(self) -> Outcome:

@@ -35,7 +35,8 @@ class ModelConfig(abc.ABC):
     built: `velocity`, `denoise`, `sample`, `logits` (the module's `token_log_probs`), `insulation` (its
     `velocity_and_log_probs`), `reconstruction` (its `reconstruct`), `chunk_tokens` (its `sample_chunk` and
     `chunk_scores`), `token_scores` (activations of texts, by calling it, and their `scores`), `reference` (its
-    `reference`, a fixed model with token scores), `rewards` (of a row's texts), `value`, `log_prob`.
+    `reference`, a fixed model with token scores), `rewards` (of a row's texts), `value` (its `values` of
+    texts, or its `value` of what a robot saw), `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
@@ -164,6 +165,13 @@ class PolicyConfig(ModelConfig):
 def below_one(config: ModelConfig, *names: str) -> list[str]:
     """Which of these numbers of a config are not at least 1, as sentences."""
     return [f"{name} {getattr(config, name)} must be at least 1" for name in names if getattr(config, name) < 1]
+
+
+def check_critic(has_critic: bool, objective: str, needs: frozenset[str]) -> list[str]:
+    """Why the objective of this name cannot train a policy whose critic is a choice, as sentences."""
+    if "value" not in needs or has_critic:
+        return []
+    return [f"objective {objective} trains a critic (--objective.value-weight): give --model.critic"]
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

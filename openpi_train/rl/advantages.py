@@ -56,14 +56,20 @@ def returns_to_go(rewards: Units, mask: Mask, gamma: float = 1.0) -> Units:
     return generalised(rewards, np.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
-def generalised(rewards: Units, values: Units, mask: Mask, gamma: float, lam: float) -> tuple[Units, Units]:
+def generalised(
+    rewards: Units, values: Units, mask: Mask, gamma: float, lam: float, last_values: Rewards | None = None
+) -> tuple[Units, Units]:
     """Advantages and returns (advantage plus value); `values` are those before each unit.
 
-    Units that do not count are skipped: the unit before one is followed by the unit after it. They have 0. A rollout
-    ends with its last unit, after which nothing is earned.
+    Units that do not count are skipped: the unit before one is followed by the unit after it. They have 0.
+
+    Args:
+        last_values: what is expected after each rollout's last unit: 0 where it is over, the critic's value of what
+            was seen last where it was cut. None: 0.
     """
     advantages = np.zeros_like(rewards)
-    next_value = next_advantage = np.zeros(len(rewards))
+    next_value = np.zeros(len(rewards)) if last_values is None else last_values
+    next_advantage = np.zeros(len(rewards))
     for unit in reversed(range(rewards.shape[1])):
         counts = mask[:, unit]
         surprise = rewards[:, unit] + gamma * next_value - values[:, unit]

@@ -29,12 +29,28 @@ Estimate = Literal["grpo", "rloo", "reinforce_plus_plus", "gae"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What rollouts earned at each of their decisions, where one is of several units: the queries of a robot policy.
+
+    The units of a decision are beside each other, and there are equally many of each.
+
+    Attributes:
+        rewards: what came between a decision and the next; their sum is the rollout's reward.
+        last_values: what the critic expects after the end; 0 where nothing follows.
+    """
+
+    rewards: Float[np.ndarray, "n q"]
+    last_values: Float[np.ndarray, " n"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
     """How rewards become advantages.
 
     With a weight of the divergence from the reference, every unit also earns minus its log-ratio (policy over
     reference) times this weight. `grpo` and `rloo` take the sum of a rollout's, as TRL's RLOO does; the others take it
-    where it arises, and the rollout's own reward at its last unit, as TRL's PPO does.
+    where it arises, and the rollout's own reward at its last unit, as TRL's PPO does. For a robot gae goes from
+    query to query instead, with what was earned between them, and all units of a query have its advantage, as in RLinf.
     """
 
     # The baseline. grpo: the group's mean; rloo: the mean of the others in the group; reinforce_plus_plus: none, and
@@ -42,7 +58,7 @@ class AdvantageEstimator:
     kind: Estimate = "grpo"
     # Whose standard deviation grpo divides by.
     scale: Scale = "group"
-    # Discount per unit.
+    # Discount per unit; of a robot's gae per query.
     gamma: float = 1.0
     # How far gae looks beyond the next value.
     lam: float = 0.95
@@ -125,6 +141,7 @@ class AdvantageEstimator:
         log_ratios: Units | None,
         values: Units | None,
         kl_weight: float | None = None,
+        decisions: Decisions | None = None,
     ) -> tuple[Units, Units]:
         """Advantages and returns of every unit; 0 where a unit does not count.
 
@@ -133,6 +150,7 @@ class AdvantageEstimator:
             log_ratios: of policy over reference; needed with a `kl_weight`.
             values: before each unit; needed by gae.
             kl_weight: the weight of the divergence at present; None: the config's.
+            decisions: what gae goes by; None: every unit is a decision, after the last of which nothing follows.
         """
         kl_weight = self.kl_weight if kl_weight is None else kl_weight
         shape, mask_of_known = mask.shape, mask & ~np.isnan(rewards)[:, None]
@@ -144,6 +162,9 @@ class AdvantageEstimator:
             whole = rewards - costs.sum(axis=1)
             one = leave_one_out(whole, groups) if self.kind == "rloo" else group_relative(whole, groups, self.scale)
             return np.where(mask, one[:, None], 0.0), np.zeros(shape)
+        if self.kind == "gae" and decisions is not None:
+            assert values is not None
+            return self._of_decisions(decisions, mask, mask_of_known, costs, values)
         earned = np.where(mask_of_known, _at_last(rewards, mask) - costs, 0.0)
         if self.whiten_rewards:
             earned = whitened(earned, mask_of_known, keeps_mean=True)
@@ -154,6 +175,23 @@ class AdvantageEstimator:
         else:
             advantages, returns = returns_to_go(earned, mask_of_known, self.gamma), np.zeros(shape)
         return whitened(advantages, mask_of_known) if self.whiten else advantages, returns
+
+    def _of_decisions(
+        self, decisions: Decisions, mask: Mask, mask_of_known: Mask, costs: Units, values: Units
+    ) -> tuple[Units, Units]:
+        """Advantages and returns of units, each those of its decision."""
+        n, queries = decisions.rewards.shape
+        in_queries = (n, queries, -1)
+        counts = mask_of_known.reshape(in_queries).any(axis=2)
+        earned = np.where(counts, decisions.rewards - costs.reshape(in_queries).sum(axis=2), 0.0)
+        if self.whiten_rewards:
+            earned = whitened(earned, counts, keeps_mean=True)
+        expected = values.reshape(in_queries)[:, :, 0]
+        found = generalised(earned, expected, counts, self.gamma, self.lam, decisions.last_values)
+        advantages = whitened(found[0], counts) if self.whiten else found[0]
+        of_units = (np.repeat(one, mask.shape[1] // queries, axis=1) for one in (advantages, found[1]))
+        advantages, returns = (np.where(mask_of_known, one, 0.0) for one in of_units)
+        return advantages, np.where(mask & ~mask_of_known, values, returns)
 
 
 def _at_last(rewards: Rewards, mask: Mask) -> Float[np.ndarray, "n u"]:

@@ -6,6 +6,7 @@ Read next: `envs/rollout.py`, `evaluation/row_sampling.py`, `sampling/action_dis
 """
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -30,10 +31,11 @@ from openpi_train.evaluation.robot_rows import RobotRows, translation_of
 from openpi_train.evaluation.row_sampling import RowSampling
 from openpi_train.models.model_config import as_policy
 from openpi_train.parallel.params import Params
+from openpi_train.rl.estimator import Decisions
 from openpi_train.rl.initial_states import InitialStates
 from openpi_train.rl.kept_episodes import EpisodeRecorder, KeptEpisodes
 from openpi_train.rl.local_columns import LocalColumns
-from openpi_train.rl.robot_query import ACTIONS, EXECUTED, KEPT, kept, query
+from openpi_train.rl.robot_query import ACTIONS, EXECUTED, KEPT, expectation, kept, query
 from openpi_train.rl.robot_rl import RobotRL
 from openpi_train.rl.rollouts import Actor, Rollouts
 from openpi_train.runtime import agree
@@ -67,7 +69,8 @@ class RecordingPolicy:
 class _Call:
     """The rollouts that the policy acts in at once, as rows of `RowSampling`, and what is kept of them.
 
-    `returns` are the environment's rewards until success or the end.
+    `returns` [b, q] are the environment's rewards after each query, until success or the end, and `total` [b] all of
+    them.
     """
 
     numbers: np.ndarray
@@ -76,6 +79,7 @@ class _Call:
     policy: RecordingPolicy
     recorder: EpisodeRecorder | None
     returns: np.ndarray
+    total: np.ndarray
 
 
 class RobotActor(Actor):
@@ -102,8 +106,12 @@ class RobotActor(Actor):
         # The rows of a batch on one device, and its episodes in one iteration.
         self._lanes_per_device = self.num_lanes // num_groups
         per_device = rl.num_rollouts // num_groups
-        self._sampling = RowSampling(
-            trainer, query(self._model, self._distribution), rows_per_device=min(rl.episodes_per_device, per_device)
+        rows = min(rl.episodes_per_device, per_device)
+        self._sampling = RowSampling(trainer, query(self._model, self._distribution), rows_per_device=rows)
+        # Says what the critic expects after episodes that were cut; where nothing asks for that there is none.
+        bootstraps = rl.advantages.needs_values and rl.bootstrap
+        self._expectation = (
+            RowSampling(trainer, expectation(self._distribution), rows_per_device=rows) if bootstraps else None
         )
         self._tasks = chosen_tasks(self._env, rl.tasks)
         names = [self._env.tasks[task] for task in self._tasks]
@@ -156,12 +164,15 @@ class RobotActor(Actor):
                 whole = columns.setdefault(name, np.zeros((*own.shape, *value.shape[1:]), value.dtype))
                 whole[places] = value
             units = self._distribution.lengths(by_query(kept(seen))).reshape(len(numbers), -1)
-            ends += np.column_stack([numbers, call.returns, outcome.success, outcome.steps, units]).tolist()
+            expected = self._expected(params, call)
+            end = [numbers, call.total, outcome.success, outcome.steps, expected, call.returns, units]
+            ends += np.column_stack(end).tolist()
         columns |= self._demonstrations(np.asarray(draws)[own // group_size] * group_size + own % group_size)
-        table = np.zeros((len(everything), 3 + self._rl.num_queries(self._model)))
+        queries = self._rl.num_queries(self._model)
+        table = np.zeros((len(everything), 4 + 2 * queries))
         for number, *end in (one for part in agree.gather("ends of episodes", ends) for one in part):
             table[int(number)] = end
-        returns, outcomes, steps = table[:, :3].T
+        returns, outcomes, steps, expected = table[:, :4].T
         columns[EXECUTED] = self._executed(steps[own])
         columns["sampling_log_probs"] = self._sampling_log_probs(columns)
         if self._kept is not None:
@@ -174,10 +185,30 @@ class RobotActor(Actor):
             rewards=outcomes + self._rl.dense_weight * returns,
             outcomes=outcomes,
             is_cut=outcomes == 0,
-            mask=self._mask(steps, table[:, 3:]),
+            mask=self._mask(steps, table[:, 4 + queries :]),
             local=LocalColumns(rows=self._lanes, batch_size=self.num_lanes, columns=columns),
             parts={"control_steps": steps, **parts},
+            decisions=self._decisions(outcomes, steps, table[:, 4 : 4 + queries], expected),
         )
+
+    def _expected(self, params: Params, call: _Call) -> np.ndarray:
+        """What the critic expects after the call's episodes: 0 after success, and where nothing asks for it."""
+        success = call.episodes.outcome.success
+        if self._expectation is None:
+            return np.zeros(len(success))
+        # The rows of a call are those of the policy's program; no randomness is asked for.
+        keys = jax.random.split(jax.random.key(0), len(success))
+        found = self._expectation(params, self._rows.columns(call.episodes.observation), keys)
+        return np.where(success, 0.0, np.asarray(found, np.float64))
+
+    def _decisions(
+        self, outcomes: np.ndarray, steps: np.ndarray, returns: np.ndarray, expected: np.ndarray
+    ) -> Decisions:
+        """What was earned at each query: success where it came, and the environment's rewards until the next one."""
+        rewards = self._rl.dense_weight * returns
+        last = (steps.astype(int) - 1) // self._rl.num_executed(self._model)
+        rewards[np.arange(len(steps)), last] += outcomes
+        return Decisions(rewards=rewards, last_values=expected)
 
     def _keeping(self, folder: str, run: Path) -> KeptEpisodes:
         return KeptEpisodes(
@@ -261,11 +292,17 @@ class RobotActor(Actor):
         draws, rollouts = draws[numbers // group_size], numbers % group_size
         tasks = np.array([self._task(int(draw)) for draw in draws])
         recorder = None if self._kept is None else self._kept.recorder(numbers)
-        returns, is_over = np.zeros(len(draws)), np.ones(len(draws), bool)
+        total, is_over = np.zeros(len(draws)), np.ones(len(draws), bool)
+        returns = np.zeros((len(draws), rl.num_queries(self._model)))
+        # Of control steps; the first states come before the first one, when nothing is earned.
+        seen = itertools.count(-1)
 
         def watch(states: EnvStates, done: np.ndarray) -> None:
+            query = max(next(seen), 0) // rl.num_executed(self._model)
             if rl.dense_weight:
-                returns[~is_over] += _finite(np.asarray(self._env.reward(states))[~is_over])
+                earned = _finite(np.asarray(self._env.reward(states))[~is_over])
+                total[~is_over] += earned
+                returns[~is_over, query] += earned
             is_over[:] = done
 
         episodes = RolloutEpisodes(
@@ -280,7 +317,15 @@ class RobotActor(Actor):
             watch=watch,
             record=recorder,
         )
-        return _Call(numbers=numbers, tasks=tasks, episodes=episodes, policy=policy, recorder=recorder, returns=returns)
+        return _Call(
+            numbers=numbers,
+            tasks=tasks,
+            episodes=episodes,
+            policy=policy,
+            recorder=recorder,
+            returns=returns,
+            total=total,
+        )
 
     def _acted(self, params: Params, draws: np.ndarray, own: np.ndarray, group_size: int) -> Iterator[_Call]:
         """These rollouts of the draws, [n, rows], call by call as they are over."""

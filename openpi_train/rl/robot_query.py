@@ -1,6 +1,6 @@
 """What a robot's policy draws at one query of RL. Read next: `robot_actor.py`, `sampling/action_distribution.py`."""
 
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from openpi_train.evaluation.row_sampling import Draw
 from openpi_train.models.model_config import PolicyConfig
@@ -21,6 +21,16 @@ def query(model: PolicyConfig, distribution: ActionDistribution) -> Draw:
         chunk = model.rows.batch_spec(1, tuple(observation.images)).actions.shape[1:]
         actions, found = distribution.drawn(module, observation, keys, chunk)
         return {ACTIONS: actions, **{KEPT + name: value for name, value in found.items()}}
+
+    return draw
+
+
+def expectation(distribution: ActionDistribution) -> Draw:
+    """A function that says what the critic expects from each row's observation on; it needs no keys."""
+
+    def draw(module: Network, observation: Observation, keys: Key[Array, " b"]) -> Float[Array, " b"]:
+        del keys
+        return distribution.value(module, observation)
 
     return draw
 

@@ -46,6 +46,9 @@ class RobotRL(RLConfig):
     # Weight of the environment's own rewards, summed up until success or the end, beside success. Groups are mixed or
     # not by success alone.
     dense_weight: float = 0.0
+    # An episode that the limit of control steps ends is cut, not over: gae goes on with what the critic expects then.
+    # Without, the limit is part of the task: nothing follows it, as nothing follows success.
+    bootstrap: bool = True
     # Number of episodes on one device at a time.
     episodes_per_device: int = at_least(1, 16)
     # Batches of so many episodes that are under way at a time: with 2 the policy acts for one while the simulators of

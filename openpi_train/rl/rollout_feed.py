@@ -156,6 +156,7 @@ class RolloutFeed(Feed):
             log_ratios,
             recorded.values.astype(np.float64),
             self._kl_weight,
+            rollouts.decisions,
         )
         self._columns = {
             **rollouts.columns,

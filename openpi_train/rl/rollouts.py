@@ -25,7 +25,7 @@ from openpi_train.models.model_config import ModelConfig
 from openpi_train.objectives.objective import Objective
 from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.parallel.params import Params
-from openpi_train.rl.estimator import AdvantageEstimator
+from openpi_train.rl.estimator import AdvantageEstimator, Decisions
 from openpi_train.rl.local_columns import LocalColumns, joined_columns
 from openpi_train.types import Batch, Tree
 
@@ -38,7 +38,8 @@ class Rollouts:
     terms that shape how: by these a group is mixed or not. `is_cut` marks rollouts that were ended by a limit.
     `mask` marks the units that the policy chose. `columns` and `local` say what it did, and have `sampling_log_probs`
     [n, u], the units' log-probabilities as the sampler computed them. `parts` are other numbers of each rollout, for
-    the log; those that are NaN are not of its kind.
+    the log; those that are NaN are not of its kind. `decisions` say what was earned when, of robots; None: all of it at
+    the end.
     """
 
     prompt_ids: np.ndarray
@@ -49,6 +50,7 @@ class Rollouts:
     columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     local: LocalColumns | None = None
     parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    decisions: Decisions | None = None
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -62,6 +64,8 @@ class Rollouts:
                     return None
                 case LocalColumns():
                     return value.taken(numbers)
+                case Decisions():
+                    return Decisions(rewards=value.rewards[numbers], last_values=value.last_values[numbers])
                 case Mapping():
                     return {name: one[numbers] for name, one in value.items()}
             return value[numbers]
@@ -78,6 +82,11 @@ def joined_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
                 return None
             case LocalColumns():
                 return joined_columns(values)
+            case Decisions():
+                return Decisions(
+                    rewards=np.concatenate([value.rewards for value in values]),
+                    last_values=np.concatenate([value.last_values for value in values]),
+                )
             case Mapping():
                 return {name: np.concatenate([value[name] for value in values]) for name in values[0]}
         return np.concatenate(values)
@@ -218,8 +227,8 @@ class RLConfig(abc.ABC):
             needs.add("value")
             if learns is None or not learns.has_critic:
                 problems.append(
-                    "--rl.advantages.kind gae needs a critic: an ActorCriticConfig as the model and "
-                    "--objective.value-weight, such as 0.1, as arithmetic_ppo has; robots' policies have none"
+                    "--rl.advantages.kind gae needs a critic: --objective.value-weight, such as 0.5, and a model that "
+                    "has one: an ActorCriticConfig, as in arithmetic_ppo, or a robot policy with --model.critic"
                 )
         return problems + model.check_objective(type(objective).__name__, frozenset(needs - objective.needed))
 

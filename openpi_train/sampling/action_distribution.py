@@ -6,14 +6,14 @@ Read next: `chain_distribution.py`, `action_token_distribution.py`, `rl/robot_ac
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from openpi_train.nn.augment import Augmentation, NoAugmentation
-from openpi_train.runtime.exits import UsageError
 from openpi_train.sampling.distribution import Distribution
 from openpi_train.types import Network, Observation, Tree
 
@@ -23,6 +23,14 @@ AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 Kept = Mapping[str, Any]
 # The entry of it with the sampler's log-probabilities, which is no part of the traces.
 LOG_PROBS = "log_probs"
+
+
+class Critic(Protocol):
+    """A policy that provides `value`."""
+
+    def value(self, observation: Observation, /) -> Float[Array, " b"]:
+        """What it expects to earn from these observations on, float32."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +76,17 @@ class ActionDistribution(Distribution):
     ) -> Tree:
         """The traces that `scores` takes, of q queries in every row: all leaves but `row` are [b, q, ...]."""
 
+    @jax.named_scope("distribution")
     def values(self, model: Network, traces: Tree) -> Float[Array, "b u"]:
-        """Raises UsageError: no critic of robot policies exists."""
-        raise UsageError(f"{type(self).__name__} has no critic: give --objective.value-weight 0")
+        """What the critic expects at each query, float32, beside each of its units."""
+        b, queries = traces.observation.state.shape[:2]
+        values = self.value(model, by_query(traces.observation)).reshape(b, queries)
+        return jnp.repeat(values, self.num_units, axis=1)
+
+    def value(self, model: Network, observation: Observation) -> Float[Array, " b"]:
+        """What the critic in `model` expects from these observations on, float32."""
+        critic: Critic = model
+        return critic.value(self.seen(observation))
 
     def seen(self, observation: Observation) -> Observation:
         """The observation as the policy sees it."""

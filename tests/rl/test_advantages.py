@@ -181,3 +181,36 @@ def test_the_weight_of_the_divergence_has_the_published_rule():
     for _ in range(1000):
         weight = adapted_weight(weight, 99.0, target=6.0, horizon=10_000, num_rollouts=10)
     assert weight == pytest.approx(np.exp(0.2), rel=1e-4)
+
+
+def summed(rewards, values, mask, gamma, lam, last):
+    """GAE's definition, one sum per unit: the exponentially weighted surprises of the units from it on (eq. 16)."""
+    found = np.zeros_like(rewards)
+    for row in range(len(rewards)):
+        units = np.flatnonzero(mask[row])
+        following = [*values[row, units[1:]], last[row]]
+        surprise = [
+            rewards[row, unit] + gamma * v - values[row, unit] for unit, v in zip(units, following, strict=True)
+        ]
+        for place, unit in enumerate(units):
+            found[row, unit] = sum((gamma * lam) ** k * surprise[place + k] for k in range(len(units) - place))
+    return found
+
+
+def test_what_is_cut_goes_on_with_the_value_of_what_was_seen_last():
+    """Schulman et al. 2016, with the value after the end that Gymnasium asks for where an episode is truncated."""
+    random = np.random.default_rng(3)
+    rewards, values = random.normal(size=(2, 5, 6))
+    mask = np.arange(6) < np.array([6, 1, 4, 2, 5])[:, None]
+    mask[4, 2] = False
+    last = np.array([0.0, 0.7, -0.4, 0.0, 1.3])
+    advantages, returns = generalised(rewards, values, mask, 0.9, 0.8, last)
+    expected = summed(rewards, values, mask, 0.9, 0.8, last)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(returns, np.where(mask, expected + values, 0.0), rtol=1e-12, atol=1e-14)
+    # With lam 1 a return is the discounted sum of all rewards, and of what is expected then.
+    _, whole = generalised(rewards, values, mask, 0.9, 1.0, last)
+    assert whole[2, 0] == pytest.approx(rewards[2, :4] @ 0.9 ** np.arange(4) + 0.9**4 * -0.4)
+    # Each rollout has its own end.
+    alone = generalised(rewards[2:3], values[2:3], mask[2:3], 0.9, 0.8, last[2:3])[0]
+    np.testing.assert_array_equal(alone, advantages[2:3])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from openpi_train.rl.advantages import generalised, group_relative, leave_one_out, whitened
-from openpi_train.rl.estimator import AdvantageEstimator
+from openpi_train.rl.estimator import AdvantageEstimator, Decisions
 
 REWARDS, GROUPS = np.array([1.0, 0.0, 0.5, np.nan]), np.array([4, 4, 4, 4])
 MASK = np.array([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]], bool)
@@ -92,3 +92,45 @@ def test_settings_that_contradict_each_other_are_named(settings, problem):
     assert problem in found
     # The weight stays above 0 from the next horizon on.
     assert not AdvantageEstimator(kl_target=6.0, kl_weight=0.1, kl_horizon=21).check(100)
+
+
+def in_units(of_queries, units=3):
+    return np.repeat(of_queries, units, axis=1)
+
+
+def test_a_robots_gae_goes_from_query_to_query():
+    """Three queries of three units each: what they earned, and the value where the second rollout was cut."""
+    random = np.random.default_rng(1)
+    values, earned = random.normal(size=(2, 4, 3))
+    counts = np.array([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]], bool)
+    decisions = Decisions(rewards=np.where(counts, earned, 9.0), last_values=np.array([0.0, 0.8, 0.0, 0.0]))
+    estimator = AdvantageEstimator(kind="gae", whiten=False, gamma=0.9, lam=0.7)
+    given = (np.array([1.0, 0.0, 0.5, np.nan]), np.arange(4), in_units(counts), None, in_units(values))
+    advantages, returns = estimator(*given, decisions=decisions)
+    expected = np.zeros((4, 3))
+    for row, length in ((0, 2), (1, 3), (2, 1)):
+        following = [*values[row, 1:length], decisions.last_values[row]]
+        surprise = earned[row, :length] + 0.9 * np.array(following) - values[row, :length]
+        for place in range(length):
+            expected[row, place] = surprise[place:] @ 0.63 ** np.arange(length - place)
+    np.testing.assert_allclose(advantages, in_units(expected), rtol=1e-12, atol=1e-14)
+    known = counts & (np.arange(4) < 3)[:, None]
+    np.testing.assert_allclose(returns[:3], in_units(np.where(known, expected + values, 0.0))[:3], rtol=1e-12)
+    # A rollout without a reward keeps its values.
+    np.testing.assert_array_equal(returns[3], in_units(values)[3])
+    # Whitened over queries, which all count the same.
+    white, _ = AdvantageEstimator(kind="gae", gamma=0.9, lam=0.7)(*given, decisions=decisions)
+    of_known = expected[known]
+    scaled = (of_known - of_known.mean()) / np.sqrt(of_known.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(white[:, ::3][known], scaled, rtol=1e-9)
+    assert (white[~in_units(known)] == 0).all()
+
+
+def test_a_robots_divergence_is_paid_at_its_query():
+    """With lam 1, gamma 1 and values of 0 an advantage is all that is still earned."""
+    ratios = np.arange(6.0).reshape(1, 6)
+    decisions = Decisions(rewards=np.array([[1.0, 2.0, 0.0]]), last_values=np.zeros(1))
+    estimator = AdvantageEstimator(kind="gae", whiten=False, lam=1.0, kl_weight=0.1)
+    mask = np.array([[1, 1, 1, 1, 0, 0]], bool)
+    advantages, _ = estimator(np.array([3.0]), np.zeros(1, int), mask, ratios, np.zeros((1, 6)), decisions=decisions)
+    np.testing.assert_allclose(advantages, [[2.4, 2.4, 1.5, 1.5, 0, 0]], rtol=1e-12)

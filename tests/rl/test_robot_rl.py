@@ -25,6 +25,7 @@ from openpi_train.objectives.indicator_flow import IndicatorFlow
 from openpi_train.objectives.policy_gradient import PolicyGradient
 from openpi_train.optim import AdamW, LRSchedule
 from openpi_train.parallel.mesh import make_mesh
+from openpi_train.parallel.params import merge_module
 from openpi_train.parallel.strategy import Plan
 from openpi_train.rl.estimator import AdvantageEstimator
 from openpi_train.rl.rollout_feed import RolloutFeed
@@ -39,8 +40,10 @@ from openpi_train.sampling.noise_schedule import NoiseSchedule
 from openpi_train.sampling.token_distribution import TokenDistribution
 from openpi_train.training.init import create_state
 from openpi_train.types import RolloutBatch, tree_of
+from openpi_train.types import observation as observation_of
 
 STEPS, QUERIES = 2, 3
+GAE = AdvantageEstimator(kind="gae", gamma=0.9, whiten=False)
 # Succeeds at each place in a chunk of two executed actions, and never.
 TIMED = Wander(distances=(1, 2, 3, 4, 5, 6, 7, 0.999))
 STILL = LRSchedule(warmup_steps=0, peak_lr=0.0, decay_steps=10, decay_lr=0.0)
@@ -70,13 +73,14 @@ def make(tmp_path_factory):
         schedule=STILL,
         objective=wandering.objective,
         indicator=False,
+        critic=False,
         strategy="replicated",
         **changes,
     ):
         mesh = make_mesh(1 if strategy == "replicated" else devices, jax.devices()[:devices])
         plan = Plan(mesh=mesh, strategy=strategy, min_shard_mib=0)
         rl = dataclasses.replace(wandering.rl, **changes)
-        model = dataclasses.replace(wandering.model, indicator=indicator)
+        model = dataclasses.replace(wandering.model, indicator=indicator, critic=critic)
         experiment = dataclasses.replace(
             wandering, exp_name="x", rl=rl, assets_base_dir=str(folder), objective=objective, model=model
         )
@@ -191,6 +195,97 @@ def test_success_anywhere_in_a_chunk_counts_and_later_queries_do_not(make):
     pictures = rollouts.local.columns["image/base_0_rgb"]
     assert pictures.shape == (2, 8, QUERIES, SIZE, SIZE, 3)
     assert (pictures == np.array([0, 2, 4])[:, None, None, None]).all()
+
+
+@pytest.fixture(scope="module")
+def with_critic(make):
+    """A run with a critic that says something, in episodes that end at each place, or never."""
+
+    def made(devices=1, accum=1, **changes):
+        objective = dataclasses.replace(wandering.objective, value_weight=0.5)
+        settings = {"env": TIMED, "num_groups": 8, "group_size": 1, "advantages": GAE, "dense_weight": 0.1, **changes}
+        found = make(devices, accum, objective=objective, critic=True, **settings)
+        name = "value_head/layer_out/kernel"
+        kernel = found.state.params[name]
+        drawn = jax.device_put(np.random.default_rng(0).normal(size=kernel.shape).astype(np.float32), kernel.sharding)
+        found.state = dataclasses.replace(found.state, params={**found.state.params, name: drawn})
+        return found
+
+    return made
+
+
+def test_only_episodes_that_were_cut_go_on_with_the_critics_value(with_critic):
+    """The value is that of what was seen after the last control step; success pays at its own query."""
+    made = with_critic()
+    rollouts = made.act(range(8), 1)
+    found = rollouts.decisions
+    tasks = [made.actor._env.tasks[prompt_id] for prompt_id in rollouts.prompt_ids]
+    model = merge_module(made.feed._trainer.graphdef, {**made.state.frozen, **made.state.params})
+    for number, task in enumerate(tasks):
+        distance = float(task.removeprefix("away_"))
+        end = int(distance) if 1 <= distance <= 5 else 5
+        by_query = [0.0] * QUERIES
+        for step in range(1, end + 1):
+            by_query[(step - 1) // 2] += 0.1 * step
+        by_query[(end - 1) // 2] += rollouts.outcomes[number]
+        np.testing.assert_allclose(found.rewards[number], by_query, rtol=1e-12)
+        assert found.rewards[number].sum() == pytest.approx(rollouts.rewards[number])
+        assert (found.last_values[number] == 0) == (rollouts.outcomes[number] == 1)
+    # What follows the last control step has its picture, and the state there; of the end nothing else is recorded.
+    cut = np.flatnonzero(rollouts.outcomes == 0)
+    assert len(cut) == 3
+    columns = {name: one.reshape(8, *one.shape[2:]) for name, one in rollouts.local.columns.items()}
+    call = made.actor._begun({**made.state.frozen, **made.state.params}, np.arange(8), cut, 1)
+    call.episodes.begin()
+    with jax.set_mesh(made.plan.real_mesh):
+        while not call.episodes.is_over():
+            call.episodes.query()
+            call.episodes.execute()
+    seen = made.actor._env.observe(call.episodes.outcome.states)
+    assert (seen.images["image_0"] == 5).all()
+    after = made.actor._rows.columns(seen)
+    last = model.value(observation_of({name: jnp.asarray(one) for name, one in after.items()}))
+    np.testing.assert_allclose(found.last_values[cut], last, rtol=1e-4, atol=1e-5)
+    before = {name: jnp.asarray(one[cut, -1]) for name, one in columns.items() if name in after}
+    assert np.abs(np.asarray(model.value(observation_of(before))) - last).max() > 1e-4
+
+
+def test_a_limit_that_is_part_of_the_task_is_followed_by_nothing(with_critic):
+    rollouts = with_critic(bootstrap=False).act(range(8), 1)
+    assert (rollouts.outcomes == 0).any() and (rollouts.decisions.last_values == 0).all()
+
+
+def test_all_units_of_a_query_have_its_value_and_its_advantage(with_critic):
+    """By the definition of GAE, from the batch's own values and what was earned."""
+    made = with_critic()
+    [batch], [metrics] = made.steps(1)
+    found = {name: np.asarray(getattr(batch, name)) for name in ("values", "advantages", "returns", "mask")}
+    for name in ("values", "advantages", "returns"):
+        by_query = found[name].reshape(8, QUERIES, STEPS)
+        assert (by_query == by_query[:, :, :1]).all() and np.abs(by_query).max() > 0.01, name
+    values, advantages, mask = (found[name][:, ::STEPS] for name in ("values", "advantages", "mask"))
+    rollouts = made.feed._collection.rollouts
+    numbers = made.feed._numbers(0, 0)
+    earned, last = rollouts.decisions.rewards[numbers], rollouts.decisions.last_values[numbers]
+    for row in range(8):
+        length = mask[row].sum()
+        following = np.array([*values[row, 1:length], last[row]])
+        surprise = earned[row, :length] + 0.9 * following - values[row, :length]
+        expected = [surprise[place:] @ (0.9 * 0.95) ** np.arange(length - place) for place in range(length)]
+        np.testing.assert_allclose(advantages[row, :length], expected, rtol=1e-4, atol=1e-5)
+    # Nothing was learnt before: the critic still says what it said, and its error is half of the squared advantages'.
+    assert metrics["value_loss"] == pytest.approx(0.5 * np.square(advantages[mask]).mean(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_devices_and_accumulation_change_nothing_with_a_critic(with_critic):
+    one, other = with_critic(), with_critic(2, 4)
+    [batch], [expected] = one.steps(1)
+    [same], [found] = other.steps(1)
+    for name in ("values", "advantages", "returns"):
+        np.testing.assert_allclose(getattr(same, name), getattr(batch, name), rtol=1e-4, atol=1e-5, err_msg=name)
+    for name in ("loss", "value_loss", "value", "return", "grad_norm"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
@@ -402,7 +497,12 @@ REFUSED = [
     ),
     ({"skip_solved": 1}, {}, "give --rl.states-per-task"),
     ({"group_size": 1, "num_groups": 16}, {}, "every advantage would be 0"),
-    ({"advantages": AdvantageEstimator(kind="gae")}, {}, "needs value"),
+    ({"advantages": GAE}, {}, "gae needs a critic: --objective.value-weight, such as 0.5"),
+    (
+        {"advantages": GAE},
+        {"objective": dataclasses.replace(wandering.objective, value_weight=0.5)},
+        "objective PolicyGradient trains a critic (--objective.value-weight): give --model.critic",
+    ),
     (
         {},
         {"objective": PolicyGradient(distribution=TokenDistribution())},

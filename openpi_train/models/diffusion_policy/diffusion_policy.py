@@ -15,8 +15,9 @@ from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.diffusion_policy.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
-from openpi_train.models.model_config import below_one
+from openpi_train.models.model_config import Base, below_one, check_critic
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
+from openpi_train.nn.value_head import ValueHead
 from openpi_train.parallel.remat import Remat, RematChoice
 
 
@@ -27,7 +28,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     `action_horizon` actions begin with the first of the observed steps.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample"})
+    provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample", "value"})
     remat_policies: ClassVar[tuple[Remat, ...]] = ("none",)
 
     # Type of the activations. Parameters, norms, the condition and the last layer are float32.
@@ -71,6 +72,9 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     diffusion_step_embed_dim: int = 128
     # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
+    # A head says what the policy will earn, for RL with a critic (PolicyGradient with a value_weight above 0). A start
+    # may lack it.
+    critic: bool = False
 
     def problems(self) -> list[str]:
         problems = super().problems() + below_one(self, "n_obs_steps", "n_action_steps")
@@ -121,6 +125,14 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
         """The sizes of the denoising network."""
         return {"unet": self.unet, "transformer": self.transformer, "mlp": self.mlp}[self.denoiser]
 
+    def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
+        return super().check_objective(name, needs) + check_critic(self.critic, name, needs)
+
+    @property
+    def base(self) -> Base | None:
+        """The same model without the critic, whose values start at 0."""
+        return Base(model=dataclasses.replace(self, critic=False)) if self.critic else None
+
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
         sizes: dict[str, Any] = {"widths": self.encoder_widths, "num_keypoints": self.num_keypoints}
@@ -133,4 +145,5 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
             image_mean=self.image_mean,
             image_std=self.image_std,
             relu_features=self.relu_features,
+            value_head=ValueHead(self.n_obs_steps * self.condition_width, rngs) if self.critic else None,
         )

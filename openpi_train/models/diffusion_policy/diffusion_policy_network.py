@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from openpi_train.models.diffusion_policy.denoisers import DenoisingNetwork
 from openpi_train.nn.resnet import ResNet18
 from openpi_train.nn.siglip import float_images, normalize_images
+from openpi_train.nn.value_head import ValueHead
 from openpi_train.types import Observation
 
 # Mean and standard deviation of pixels in [0, 1] that stand for a scaling to [-1, 1].
@@ -30,6 +31,7 @@ class DiffusionPolicy(nnx.Module):
         image_mean: what is subtracted from pixels in [0, 1], per colour.
         image_std: by what is divided then.
         relu_features: whether a ReLU follows the encoders.
+        value_head: says from the condition what the policy will earn; None: nothing does.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class DiffusionPolicy(nnx.Module):
         image_mean: tuple[float, float, float] = UNIT_RANGE,
         image_std: tuple[float, float, float] = UNIT_RANGE,
         relu_features: bool = False,
+        value_head: ValueHead | None = None,
     ):
         self.encoders = nnx.Dict(encoders)
         self.denoiser = denoiser
         self.num_diffusion_steps, self.num_instructions = num_diffusion_steps, num_instructions
         self.image_mean, self.image_std, self.relu_features = image_mean, image_std, relu_features
+        if value_head is not None:
+            self.value_head = value_head
 
     @jax.named_scope("encode")
     def context(self, observation: Observation) -> Float[Array, "b o e"]:
@@ -68,6 +73,11 @@ class DiffusionPolicy(nnx.Module):
             told = jax.nn.one_hot(observation.prompt_tokens, self.num_instructions)  # b 1 n
             features.append(jnp.broadcast_to(told, (*state.shape[:2], self.num_instructions)))
         return jnp.concatenate([*features, state], axis=-1)
+
+    def value(self, observation: Observation) -> Float[Array, " b"]:
+        """What the critic expects from here on, float32; with a value head only."""
+        context = self.context(observation)
+        return self.value_head(context.reshape(len(context), -1))
 
     def denoise(
         self, context: Float[Array, "b o e"], noisy_actions: Float[Array, "b r h a"], step: Float[Array, "b r"]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from openpi_train.models import prompted
-from openpi_train.models.model_config import Base, below_one
+from openpi_train.models.model_config import Base, below_one, check_critic
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
@@ -27,7 +27,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     `--model.paligemma-variant dummy --model.language.width 128 --model.siglip.depth 2`.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"velocity", "sample", "insulation", "indicator", "action_times"})
+    provides: ClassVar[frozenset[str]] = frozenset(
+        {"velocity", "sample", "insulation", "indicator", "action_times", "value"}
+    )
 
     # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
     pi05: bool = False
@@ -42,6 +44,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     # Velocities can be told whether their chunk is better than expected, by two learned vectors that are added to the
     # action tokens (with the objective IndicatorFlow, as in tabletop_few_indicator). A start may lack them.
     indicator: bool = False
+    # A head says what the policy will earn, for RL with a critic (PolicyGradient with a value_weight above 0). A start
+    # may lack it.
+    critic: bool = False
     # Stop gradients from the action expert into the language model, which learns to predict the chunk as FAST
     # tokens
     # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
@@ -138,6 +143,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             action_horizon=self.action_horizon,
             adaptive=self.pi05,
             indicator=self.indicator,
+            critic=self.critic,
             insulated=self.knowledge_insulation,
             dtype=compute.dtype,
             remat=compute.remat,
@@ -154,6 +160,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             )
         if "indicator" in needs and not self.indicator:
             problems.append(f"objective {name} tells the model how good a chunk was: give --model.indicator")
+        problems += check_critic(self.critic, name, needs)
         if "insulation" in needs and not self.knowledge_insulation:
             problems.append(
                 f"objective {name} trains the language model by action tokens, which rows have only with "
@@ -163,8 +170,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
 
     @property
     def base(self) -> Base | None:
-        """The same model without the indicator, whose vectors start at 0."""
-        return Base(model=dataclasses.replace(self, indicator=False)) if self.indicator else None
+        """The same model without the indicator, whose vectors start at 0, and without the critic, whose values do."""
+        plain = dataclasses.replace(self, indicator=False, critic=False)
+        return None if plain == self else Base(model=plain)
 
     @property
     def param_rules(self) -> ParamRules:

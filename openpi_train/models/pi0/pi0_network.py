@@ -22,6 +22,7 @@ from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
 from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.nn.sincos import sincos_encoding
+from openpi_train.nn.value_head import ValueHead
 from openpi_train.parallel.remat import Remat
 from openpi_train.sampling.indicator import NUM_TOLD
 from openpi_train.types import Observation, pytree
@@ -49,6 +50,7 @@ class Pi0(nnx.Module):
             learned vector is added to every noisy action's token. The prefix, which is nearly all of the work, is so
             the same whatever is told, and no token changes its place, as it would with one more token. The vectors
             begin at 0, so weights that were trained without them give the same velocities.
+        critic: there is a head for values, which reads the mean of the prefix's valid tokens, and the state.
         insulated: no gradient flows from the action expert into the language expert (`objectives/insulated_flow.py`).
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
@@ -66,6 +68,7 @@ class Pi0(nnx.Module):
         action_horizon: int,
         adaptive: bool,
         indicator: bool = False,
+        critic: bool = False,
         insulated: bool = False,
         dtype: DTypeLike,
         remat: Remat,
@@ -101,6 +104,8 @@ class Pi0(nnx.Module):
         self.action_out_proj = linear(width, action_dim)
         if indicator:
             self.indicator = nnx.Param(jnp.zeros((NUM_TOLD, width)))
+        if critic:
+            self.value_head = ValueHead(language.width + action_dim, rngs)
 
     def leave_fixed(self, groups: Collection[str]) -> None:
         """With a fixed backbone the prefix has no backward pass."""
@@ -143,6 +148,18 @@ class Pi0(nnx.Module):
             {"action": suffix}, positions[:, of_suffix], mask[:, of_suffix], condition, seen.cache
         )
         return self.read_out(result["action"], noisy_actions.shape)
+
+    def value(self, observation: Observation) -> Float[Array, " b"]:
+        """What the critic expects from here on, float32; with `critic` only.
+
+        As RLinf's `mean_token` of the language model's outputs. The state, which pi0 reads behind the prefix only, is
+        beside it.
+        """
+        tokens, mask, positions, visible = self.prefix(observation)
+        outputs, _ = self.transformer.with_keys_and_values({"language": tokens}, positions, mask)
+        weights = visible / jnp.maximum(visible.sum(axis=1, keepdims=True), 1)  # b p
+        mean = jnp.einsum("bp,bpd->bd", weights.astype(jnp.float32), outputs["language"].astype(jnp.float32))
+        return self.value_head(jnp.concatenate([mean, observation.state], axis=-1))
 
     def velocity_and_log_probs(
         self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r *each"]
