@@ -335,3 +335,24 @@ def test_the_mlp_is_what_its_parameters_say():
     products = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim == 2)
     traced = jax.make_jaxpr(model)(*(jnp.asarray(value, jnp.float32) for value in (noisy, step, condition)))
     assert product_flops(traced.jaxpr) == 2 * 2 * products  # of two rows
+
+
+def test_a_critic_says_0_at_first_and_sends_no_gradient_back():
+    """Its values are those of an MLP of the condition; a policy without one has no parameter more."""
+    plain, config = CONFIG, dataclasses.replace(CONFIG, critic=True)
+    assert config.base.model == plain and plain.base is None
+    module = config.build(nnx.Rngs(0))
+    graph, params, before = nnx.graphdef(module), module_params(module), module_params(plain.build(nnx.Rngs(0)))
+    added = {path for path in params if path.startswith("value_head/")}
+    assert set(params) - set(before) == added and len(added) == 6
+    seen = rows().observation
+    assert (merge_module(graph, params).value(seen) == np.zeros(ROWS)).all()
+    drawn = np.random.default_rng(0).normal(size=(256, 1)).astype(np.float32)
+    params = {**params, "value_head/layer_out/kernel": jnp.asarray(drawn)}
+    x = np.asarray(merge_module(graph, params).context(seen), np.float64).reshape(ROWS, -1)
+    for name in ("layer_in", "layer_mid", "layer_out"):
+        x = x @ np.asarray(params[f"value_head/{name}/kernel"]) + np.asarray(params[f"value_head/{name}/bias"])
+        x = x if name == "layer_out" else x / (1 + np.exp(-x))
+    np.testing.assert_allclose(merge_module(graph, params).value(seen), x[:, 0], rtol=1e-4, atol=1e-5)
+    gradient = jax.grad(lambda params: merge_module(graph, params).value(seen).sum())(params)
+    assert {path for path, leaf in gradient.items() if np.asarray(leaf).any()} == added

@@ -391,3 +391,32 @@ def test_an_unknown_variant_is_answered_with_the_closest():
 def test_sizes_that_do_not_fit_are_all_named_at_once():
     with pytest.raises(ValueError, match=r"siglip\.patch_size 14.*depth is 18 in `language`, 4 in `action`"):
         Pi0Config(image_size=100, action_expert_variant="dummy")
+
+
+@pytest.mark.slow
+def test_a_critic_reads_what_the_prefix_says_and_the_state(tiny):
+    """Nothing of what is masked; 0 at first; and the policy has no gradient of it."""
+    plain, *_ = tiny
+    config = dataclasses.replace(plain, critic=True)
+    assert config.base.model == plain
+    added = set(parameter_shapes(config)) - set(parameter_shapes(plain))
+    assert {path.partition("/")[0] for path in added} == {"value_head"}
+    graph, params = built(config)
+    value = jax.jit(lambda params, seen: merge_module(graph, params).value(seen))
+    seen = observation(config)
+    params = {**params, "value_head/layer_out/kernel": jnp.zeros((256, 1)), "value_head/layer_out/bias": jnp.zeros(1)}
+    assert (np.asarray(value(params, seen)) == 0).all()
+    drawn = np.random.default_rng(0).normal(size=(256, 1)).astype(np.float32)
+    params = {**params, "value_head/layer_out/kernel": jnp.asarray(drawn)}
+    found = np.asarray(value(params, seen))
+    masked = dataclasses.replace(seen, image_masks=seen.image_masks | {SLOTS[1]: jnp.zeros(2, bool)})
+    noise = jnp.asarray(np.random.default_rng(1).integers(0, 256, seen.images[SLOTS[1]].shape), jnp.uint8)
+    others = dataclasses.replace(masked, images=masked.images | {SLOTS[1]: noise})
+    np.testing.assert_allclose(value(params, masked), value(params, others), rtol=1e-4, atol=1e-5)
+    without = observation(config, slots=[slot for slot in SLOTS if slot != SLOTS[1]])
+    np.testing.assert_allclose(value(params, masked), value(params, without), rtol=1e-3, atol=1e-4)
+    assert np.abs(found - np.asarray(value(params, masked))).max() > 1e-4
+    moved = dataclasses.replace(seen, state=seen.state + 1)
+    assert np.abs(found - np.asarray(value(params, moved))).max() > 1e-3
+    gradient = jax.grad(lambda params: value(params, seen).sum())(params)
+    assert {path for path, leaf in gradient.items() if np.asarray(leaf).any()} == added
