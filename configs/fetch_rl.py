@@ -66,9 +66,11 @@ fetch_reach_few = dataclasses.replace(
         ),
     ),
 )
-"""A small flow policy (0.9 M parameters) imitates 64 demonstrations of reaching a goal, from states; half trained.
+"""A small flow policy (0.9 M parameters) imitates 64 demonstrations of reaching a goal, from states.
 
 Command: python -m openpi_train fetch_reach_few --exp-name x
+Hardware: 2 CPU cores. Time: 94 CPU s, with five evaluations. Result: 60 % of 50 unseen episodes after 150 steps, 100 %
+after 300 (one seed; 2026-12-01, commit 10f6d8a).
 """
 
 fetch_reach_ppo = dataclasses.replace(
@@ -106,5 +108,6 @@ fetch_reach_ppo = dataclasses.replace(
 )
 """It goes on by PPO, with a critic.
 
-Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x
+Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x/150
+Hardware: 2 CPU cores. Time and result: not yet measured.
 """
