@@ -108,6 +108,7 @@ fetch_reach_ppo = dataclasses.replace(
 )
 """It goes on by PPO, with a critic.
 
-Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x/150
+Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x
+A start that is half trained, which leaves something to learn: checkpoints/fetch_reach_few/x/150
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """

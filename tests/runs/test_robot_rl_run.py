@@ -78,6 +78,29 @@ def test_processes_change_no_bit(tmp_path, one_by_four):
     assert lines(tmp_path) == lines(one_by_four) and episodes(tmp_path) == episodes(one_by_four)
 
 
+def test_with_a_critic_processes_change_no_bit_and_its_start_may_lack_it(tmp_path, one_by_four):
+    """PPO from the weights of a run without a critic, in episodes that are cut and go on with its value."""
+    start = ("--weight-loader.params-path", one_by_four / "runs" / "roaming" / "x")
+    ppo = (
+        "--model.critic",
+        "--objective.value-weight",
+        "0.5",
+        "--rl.advantages.kind",
+        "gae",
+        "--rl.dense-weight",
+        "0.1",
+    )
+    ppo = (*start, *ppo, "--rl.advantages.gamma", "0.9", "--rl.group-size", "1", "--rl.num-groups", "16")
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(one, WANDERING, *ppo, devices=4, **THREADS)
+    train(two, WANDERING, *ppo, processes=2, devices=2, **THREADS)
+    found = [line for line in lines(one) if "loss" in line]
+    assert lines(two) == lines(one) and len(found) == 8
+    # The critic knew nothing, and learns what is earned.
+    assert found[0]["value"] == 0 and found[0]["return"] > 0 and found[-1]["value"] > 0
+    assert all(0 < line["value_loss"] < 100 for line in found)
+
+
 def test_killed_within_an_iteration_it_goes_on_bit_for_bit(tmp_path, one_by_four):
     """As soon as the first step of the second iteration is logged: it acts for that one again."""
     killed_when_logged(
