@@ -91,24 +91,25 @@ fetch_reach_ppo = dataclasses.replace(
         max_steps=50,
         episodes_per_device=64,
     ),
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=5e-5, decay_steps=64, decay_lr=5e-5),
+    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=2e-4, decay_steps=48, decay_lr=2e-4),
     # The critic is new, and the policy is not.
     optimizer=AdamW(b2=0.95, rate_mask="value_head/", rate_factor=20.0),
     ema_decay=None,
     batch_size=32,
-    num_train_steps=64,
+    num_train_steps=48,
     log_interval=8,
-    save_interval=64,
+    save_interval=48,
     keep_period=None,
     eval=dataclasses.replace(
         fetch_reach_few.eval,
-        interval=64,
-        closed_loop=dataclasses.replace(fetch_reach_few.eval.closed_loop, interval=64),
+        interval=48,
+        closed_loop=dataclasses.replace(fetch_reach_few.eval.closed_loop, interval=48),
     ),
 )
 """It goes on by PPO, with a critic.
 
 Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x
 A start that is half trained, which leaves something to learn: checkpoints/fetch_reach_few/x/150
-Hardware: 2 CPU cores. Time and result: not yet measured.
+Hardware: 2 CPU cores. Time: 155 CPU s, with two evaluations. Result: 74 of 100 unseen episodes from 59, after 768
+episodes (one seed; 2026-12-01, commit c5668b6). 50 more steps of imitation reach 98 %.
 """
