@@ -70,7 +70,7 @@ fetch_reach_few = dataclasses.replace(
 
 Command: python -m openpi_train fetch_reach_few --exp-name x
 Hardware: 2 CPU cores. Time: 94 CPU s, with five evaluations. Result: 60 % of 50 unseen episodes after 150 steps, 100 %
-after 300 (one seed; 2026-12-01, commit 10f6d8a).
+after 300 (one seed; 2026-12-01, commit 0eb8013).
 """
 
 fetch_reach_ppo = dataclasses.replace(
@@ -111,5 +111,5 @@ fetch_reach_ppo = dataclasses.replace(
 Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x
 A start that is half trained, which leaves something to learn: checkpoints/fetch_reach_few/x/150
 Hardware: 2 CPU cores. Time: 155 CPU s, with two evaluations. Result: 74 of 100 unseen episodes from 59, after 768
-episodes (one seed; 2026-12-01, commit c5668b6). 50 more steps of imitation reach 98 %.
+episodes (one seed; 2026-12-01, commit fc055c9). 50 more steps of imitation reach 98 %.
 """
