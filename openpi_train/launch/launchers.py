@@ -8,7 +8,6 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from openpi_train import faults
 from openpi_train.launch.kubernetes import Kubernetes
 from openpi_train.launch.local import Local
 from openpi_train.launch.manual import Manual
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         return read_options(given.kind, vars(given), arguments=arguments).launch()
     except LaunchError as error:
         sys.stderr.write(f"launch: {error}\n")
-        return faults.USAGE
+        return error.exit_code
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -121,7 +121,8 @@ def require_start(
                     "the run would not start, so nothing was begun (--no-check: all the same):",
                     *said[found:][:_MOST_LINES],
                 ]
-            )
+            ),
+            done.returncode,
         )
     if has_files and said and re.match("(ModuleNotFoundError|.*python[0-9.]*): No module named", said[-1]):
         raise LaunchError(

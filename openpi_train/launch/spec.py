@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 
+from openpi_train import faults
 from openpi_train.launch import own_python
 
 DEFAULT_PORT = 29500
@@ -28,7 +29,11 @@ VERBS_WITHOUT_RUN = (
 
 
 class LaunchError(Exception):
-    """The launch cannot be done as asked; the message says what to change. Exit code 2."""
+    """The launch cannot be done as asked; the message says what to change. `exit_code` is that of the launcher."""
+
+    def __init__(self, message: str, exit_code: int = faults.USAGE):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

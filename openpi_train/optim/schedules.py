@@ -90,6 +90,21 @@ class LRSchedule:
             what = f"this run ends at step {num_train_steps}, at {last:.3g}"
         return f"{what} (--lr-schedule.decay-steps None ends the fall with the run)"
 
+    def lengthened(self, before: int, after: int) -> str:
+        """What another length changes at a step that both runs have, and what the flag that keeps it leads to; empty if nothing."""
+        step = min(before, after)
+        old, new = (float(learning_rate(self.over(length).create(), step)) for length in (before, after))
+        if not self.follows_length or old == new:
+            return ""
+        keeps = ""
+        if self.warmup_ratio is None:
+            last = float(learning_rate(dataclasses.replace(self, decay_steps=before).create(), after - 1))
+            keeps = f"; --lr-schedule.decay-steps {before} leaves it as it was, {last:.3g} in the last step"
+        return (
+            f"the learning rate is spread over the run's length: at step {step} it is {new:.3g}, and was {old:.3g} in "
+            f"a run of {before} steps{keeps}"
+        )
+
     def in_words(self, num_train_steps: int) -> str:
         """What the rate does in a run of this length: `from 0 to 5e-05 in 10 steps, then linearly to 0 at step 100`."""
         own = self.over(num_train_steps)

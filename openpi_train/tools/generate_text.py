@@ -52,6 +52,8 @@ def main(request: GenerateRequest, settings: SamplingSettings) -> int:
     elif request.prompt is not None or request.message is not None:
         given = request.prompt if request.message is None else [*_system(request), _said("user", request.message)]
         assert given is not None
+        if request.message is None and model.templates:
+            logger.info("--prompt is continued as it is; --message asks by the model's chat template")
         _complete_one(model, model.prompt_of(given), settings, request.samples, _to_terminal)
     else:
         chat(model, _system(request), settings, sys.stdin, _to_terminal)

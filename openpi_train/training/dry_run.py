@@ -87,7 +87,8 @@ def _tell_sizes(settling: Settling) -> None:
     for name, count in counts.items():
         print(f"{name:<24} {count:>15,}")
     for name, size in {**prepared.memory.as_json(), "available": prepared.available_bytes}.items():
-        print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
+        if round(size / GIB, 2) or name in ("total", "available"):
+            print(f"{name:<24} {size / GIB:>11.2f} GiB per device")
     print(f"{'rows':<24} {'as long as is allowed' if settling.data is None else 'those of the data'}")
     settling.require_room()
 

@@ -94,8 +94,11 @@ class Goodput:
         """The share of the wall time so far that became steps."""
         return {"time/goodput": share(self.totals())}
 
-    def write(self, step: int, *, if_due: bool = False) -> None:
-        """Append a line for the state of this step; with `if_due` only every five minutes."""
+    def write(self, step: int, *, if_due: bool = False, is_end: bool = False) -> None:
+        """Append a line for the state of this step; with `if_due` only every five minutes.
+
+        After the end of a run no time counts until it is made longer.
+        """
         now = self._clock()
         if if_due and now - self._written < _EVERY_S:
             return
@@ -103,6 +106,7 @@ class Goodput:
         seconds = {part: round(total, 3) for part, total in self.totals().items()}
         longest = {name: round(longest, 3) for name, longest in phases.longest_s().items()}
         line = {"at": round(now, 3), "step": step, "seconds": seconds, "longest_s": longest}
+        line |= {"is_end": True} if is_end else {}
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self._separator + json.dumps(line) + "\n")
@@ -151,7 +155,8 @@ def _continued(path: Path, step: int, began: float) -> dict[str, float]:
     for part in _REPEATED:
         totals["lost"] += totals[part] - kept[part]
         totals[part] = kept[part]
-    totals["down"] += max(began - last["at"], 0.0)
+    if not last.get("is_end"):
+        totals["down"] += max(began - last["at"], 0.0)
     return totals
 
 

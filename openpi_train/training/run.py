@@ -349,7 +349,7 @@ class Run:
             self._tell_best()
             patiently(lambda: self._write_results(path, bad_records), f"writing {path}")
         if self.goodput is not None:
-            self.goodput.write(self.step)
+            self.goodput.write(self.step, is_end=self.step >= self.experiment.num_train_steps)
             logger.info("%s", self.goodput.words())
 
     def _write_results(self, path: Path, bad_records: int) -> None:

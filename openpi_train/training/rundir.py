@@ -317,6 +317,8 @@ def _tell_changes(given: Experiment, changes: Mapping[str, tuple[object, object]
                 "resuming with %s %r (was %r): from here on the run differs from an uninterrupted one",
                 *(name, after, before),
             )
+        if name == "num_train_steps" and (told := given.lr_schedule.lengthened(int(str(before)), int(str(after)))):
+            logger.info("%s", told)
 
 
 def tell_beginning(given: Experiment) -> None:

@@ -34,6 +34,7 @@ def test_what_a_start_refuses_is_refused_with_its_words(python, code):
     with pytest.raises(LaunchError) as told:
         require_start(["debug"], num_devices=1, python=python(code, *said))
     assert "--no-check" in str(told.value) and str(told.value).endswith("error: no dataset there\ngive another")
+    assert told.value.exit_code == code
 
 
 @pytest.mark.parametrize("code", [3, 4])
@@ -111,11 +112,11 @@ def test_by_ssh_the_host_is_asked_in_its_folder_and_with_its_variables(tmp_path,
 def test_ssh_starts_nothing_that_would_be_refused(monkeypatch, capsys):
     def refuse(arguments, *, num_devices, host, **_):
         assert arguments[0] == "debug" and num_devices == 4 and host[-1] == "ann@node1"
-        raise LaunchError("it would not start")
+        raise LaunchError("it would not start", exit_code=6)
 
     monkeypatch.setattr(sys.modules[launchers.Ssh.__module__], "require_start", refuse)
     words = ["ssh", "--hosts", "ann@node1,node2", "--gpus-per-node", "2", "--", "debug", "--exp-name", "x"]
-    assert launchers.main(words) == 2 and capsys.readouterr().err.count("it would not start") == 1
+    assert launchers.main(words) == 6 and capsys.readouterr().err.count("it would not start") == 1
 
 
 def test_other_verbs_are_not_begun():

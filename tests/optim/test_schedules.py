@@ -187,3 +187,14 @@ def test_a_run_of_one_step_has_no_warm_up_of_a_fraction():
 def test_a_fall_that_does_not_end_with_the_run_is_told(steps, changes, words):
     schedule = LRSchedule(**{"warmup_steps": 0, "decay_steps": 200, "peak_lr": 1e-3, "decay_lr": 1e-4, **changes})
     assert schedule.misfit(steps).startswith(words) and bool(words) == bool(schedule.misfit(steps))
+
+
+def test_what_a_longer_run_changes_of_the_rate_is_told_with_what_keeps_it():
+    # Linearly from 1e-3 at step 0 to 0 at the end: at step 100 of 200 half of it is left.
+    falling = LRSchedule(kind="linear", warmup_steps=0, decay_steps=None, peak_lr=1e-3, decay_lr=0.0)
+    assert falling.lengthened(100, 200) == (
+        "the learning rate is spread over the run's length: at step 100 it is 0.0005, and was 0 in a run of 100 steps; "
+        "--lr-schedule.decay-steps 100 leaves it as it was, 0 in the last step"
+    )
+    assert not dataclasses.replace(falling, decay_steps=300).lengthened(100, 200)
+    assert not dataclasses.replace(falling, kind="constant").lengthened(100, 200)

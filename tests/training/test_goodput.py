@@ -57,6 +57,17 @@ def test_what_was_trained_after_the_last_save_is_lost_and_the_gap_is_down_time(t
     assert sum(expected.values()) == third.now() - 1000.0
 
 
+def test_the_time_between_the_end_of_a_run_and_its_extension_is_no_down_time(tmp_path):
+    first = Start(tmp_path, 1000.0, 0, starting=10.0)
+    first.spend(50, training=90.0)
+    first.account.write(50, is_end=True)
+    second = Start(tmp_path, 9000.0, 50, starting=20.0)
+    second.spend(60, training=30.0)  # and then it is killed
+    assert goodput.read_account(tmp_path) == spent(training=120.0, start=30.0)
+    Start(tmp_path, 9100.0, 60, starting=1.0)
+    assert goodput.read_account(tmp_path) == spent(training=120.0, start=31.0, down=50.0)
+
+
 def test_a_start_from_an_older_checkpoint_loses_what_came_after_it(tmp_path):
     first = Start(tmp_path, 0.0, 0)
     for step in (10, 20, 30):
