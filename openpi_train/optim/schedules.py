@@ -91,7 +91,7 @@ class LRSchedule:
         return f"{what} (--lr-schedule.decay-steps None ends the fall with the run)"
 
     def lengthened(self, before: int, after: int) -> str:
-        """What another length changes at a step that both runs have, and what the flag that keeps it leads to; empty if nothing."""
+        """What another length changes at a step that both runs have, and the flag that keeps it; empty if nothing."""
         step = min(before, after)
         old, new = (float(learning_rate(self.over(length).create(), step)) for length in (before, after))
         if not self.follows_length or old == new:
