@@ -208,6 +208,12 @@ def evaluations_of(request: EvaluateRequest, texts: EvaluateTextRequest, experim
     if problems := config.check():
         flags = [problem.replace("--eval.sampling.", "--").replace("--eval.", "--") for problem in problems]
         raise UsageError("\n".join(flags))
+    if isinstance(experiment.rl, TextRL) and config.sampling.max_new_tokens != experiment.rl.max_new_tokens:
+        logger.info(
+            "completions have at most %d tokens here (--max-new-tokens), as in the run's evaluations, and %d in its "
+            "rollouts",
+            *(config.sampling.max_new_tokens, experiment.rl.max_new_tokens),
+        )
     return config
 
 
