@@ -80,7 +80,11 @@ def predict(policy: Policy, windows: Windows, episode: int, batch_size: int, mea
         part = steps[first : first + batch_size]
         answers += policy.infer_batch([observation_at(windows, step) for step in part], draws=part)
     recorded = np.asarray(windows.steps.actions[start:end], np.float64)
-    chunks = {step - start: answer["actions"][: end - step] for step, answer in zip(steps, answers, strict=True)}
+    _, chunk_ends = windows.chunk_bounds(np.array(steps))
+    chunks = {
+        step - start: answer["actions"][: chunk_end - step]
+        for step, chunk_end, answer in zip(steps, chunk_ends.tolist(), answers, strict=True)
+    }
     told = np.concatenate([recorded[step : step + len(chunk)] for step, chunk in chunks.items()])
     states = {place: windows.steps.state[start + place] for place in chunks}
     constant = [

@@ -43,6 +43,9 @@ class Dataset:
     # Leave out episodes without an instruction, and give blank steps of others that of a step beside them. None: for
     # Bridge, Droid and OpenX. With a `prompt` no episode is without.
     skip_unlabeled: bool | None = None
+    # Learn only steps where this boolean feature of the dataset is true, such as is_intervention: action chunks begin
+    # there, and end where it becomes false, as they do at an episode's end.
+    only: str | None = None
     # Held-out episodes are those of this dataset, with the same robot, instead of a fraction of this one's.
     validation: Annotated[SourceConfig | None, tyro.conf.AvoidSubcommands] = None
 

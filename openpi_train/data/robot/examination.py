@@ -44,6 +44,7 @@ def _examine(dataset: Dataset, config: DataConfig, shape: WindowShape) -> str:
             validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
             prompt=dataset.prompt,
             skip_unlabeled=dataset.skip_unlabeled,
+            only=dataset.only,
         )
         _ = windows.steps  # reads the columns as the robot does
         return ""

@@ -322,6 +322,7 @@ class Asset:
         parts = [
             [w.source.fingerprint, repr(w.robot), repr(w.shape), w.split, w.validation_fraction, share]
             + (["skip_unlabeled"] if w.unlabeled.any() else [])
+            + ([] if w.only is None else ["only", w.only])
             for w, share in zip(self.windows, shares, strict=True)
         ]
         return _sha256(json.dumps([_VERSION, self.max_samples, parts]).encode())

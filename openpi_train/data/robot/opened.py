@@ -200,7 +200,10 @@ def open_data(
     training = rows(train, seed)
     if training is None or len(training.windows) < len(config.datasets):
         empty = [d.asset for w, d in zip(train, config.datasets, strict=True) if not len(w)]
-        raise ValueError(f"no training samples in {', '.join(empty)}: check its split and --data.validation-fraction")
+        raise ValueError(
+            f"no training samples in {', '.join(empty)}: check its split, --data.validation-fraction and "
+            "--data.datasets.N.only"
+        )
     validation = rows([window.in_split("validation") for window in train], _VALIDATION_SEED)
     opened = OpenedDatasets(
         num_samples=training.num_samples,
@@ -297,6 +300,7 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
                     validation_fraction=config.validation_fraction if dataset.validation is None else 0.0,
                     prompt=dataset.prompt,
                     skip_unlabeled=dataset.skip_unlabeled,
+                    only=dataset.only,
                     held_out=None if dataset.validation is None else opened(dataset.validation),
                 )
             )
@@ -357,6 +361,7 @@ def _identity(
             "prompt": dataset.prompt,
             # Only where it changes the rows: earlier runs had no such choice.
             **({"skip_unlabeled": True} if window.prompt_index is not window.source.prompt_index else {}),
+            **({} if dataset.only is None else {"only": dataset.only}),
             "norm_stats": None if dataset.norm_stats is None else _digest(stats[dataset.asset]),
         }
         for window, dataset in members

@@ -1,8 +1,8 @@
 """Training samples of one dataset, by number: an observation history and the action chunk that followed.
 
 A sample is a control step of the split's episodes at which a window may be placed. Windows do not cross episodes:
-before its beginning the first observation and action repeat, after its end the last action (masked). Read next:
-`rows.py`.
+before its beginning the first observation and action repeat, after its end the last action (masked). With `only` a
+chunk does not leave the steps that a feature marks either, such as a person's corrections. Read next: `rows.py`.
 """
 
 import dataclasses
@@ -100,10 +100,11 @@ class Windows:
 
     Args: `shape` is what the model sees and predicts; `prompt`, if given, replaces the dataset's instructions;
     `held_out`, if given, is the validation split, in place of a fraction of the dataset; `skip_unlabeled` leaves out
-    episodes without an instruction, and gives blank steps of others that of a step beside them (None: as the robot).
+    episodes without an instruction, and gives blank steps of others that of a step beside them (None: as the robot);
+    `only` names a boolean feature: windows are placed at steps where it is true, and their chunks end where it ends.
 
-    Raises ValueError if the robot asks for columns or cameras that the dataset does not have, or if no episode has an
-    instruction and those are to be left out.
+    Raises ValueError if the robot asks for columns or cameras that the dataset does not have, if `only` is no boolean
+    feature, or if no episode has an instruction and those without are to be left out.
     """
 
     source: Source
@@ -114,9 +115,12 @@ class Windows:
     prompt: str | None = None
     held_out: Source | None = None
     skip_unlabeled: bool | None = None
+    only: str | None = None
 
     def __post_init__(self):
         require_cameras(self.robot, self.source.cameras, self._left_out)
+        if self.only is not None:
+            _require_marks(self.source, self.only)
         if self.source.num_episodes and self.unlabeled.all():
             why = (
                 f"the robot is a {type(self.robot).__name__}" if self.skip_unlabeled is None else "skip_unlabeled is on"
@@ -170,7 +174,20 @@ class Windows:
         lengths = np.diff(self.source.episode_ends, prepend=0)
         first, end = (np.repeat(bound, lengths) for bound in self.shape.places(lengths))
         place = np.arange(self.source.num_steps) - np.repeat(self.source.episode_ends - lengths, lengths)
-        return np.flatnonzero(np.repeat(mine, lengths) & self.steps.use & (first <= place) & (place < end))
+        use = self.steps.use if self.only is None else self.steps.use & self._marks
+        return np.flatnonzero(np.repeat(mine, lengths) & use & (first <= place) & (place < end))
+
+    @functools.cached_property
+    def _marks(self) -> np.ndarray:
+        """The steps where the feature `only` is true, bool [steps]."""
+        assert self.only is not None
+        return np.asarray(self.source.columns[self.only], bool).reshape(-1)
+
+    @functools.cached_property
+    def _run_ends(self) -> np.ndarray:
+        """The steps after which an episode ends, or `only` becomes true or false: cumulative lengths, as
+        `Source.episode_ends`."""
+        return np.union1d(self.source.episode_ends, np.flatnonzero(np.diff(self._marks)) + 1)
 
     @functools.cached_property
     def unlabeled(self) -> np.ndarray:
@@ -210,14 +227,16 @@ class Windows:
 
     def bounds(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first step and the step after the last one of the episodes that hold `steps`."""
-        ends = np.asarray(self.source.episode_ends)
-        episode = np.searchsorted(ends, steps, side="right")
-        return np.where(episode > 0, ends[episode - 1], 0), ends[episode]
+        return _bounds(np.asarray(self.source.episode_ends), steps)
+
+    def chunk_bounds(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `bounds`, of what a chunk at each of `steps` may hold: with `only`, its run of marked steps."""
+        return _bounds(np.asarray(self.source.episode_ends) if self.only is None else self._run_ends, steps)
 
     def chunks(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Present states [n, s], action chunks [n, h, a] in the model's units, and a mask of real actions [n, h]."""
         present = self.starts[samples]
-        first, end = (bound[:, None] for bound in self.bounds(present))
+        first, end = (bound[:, None] for bound in self.chunk_bounds(present))
         chunk = present[:, None] + self.shape.first_action + np.arange(self.shape.horizon)
         inside = np.clip(chunk, first, end - 1)
         state, actions = self.robot.to_model(self.steps.state[present], self.steps.actions[inside])
@@ -258,3 +277,26 @@ class Windows:
     def describe(self, sample: int) -> str:
         """Where a sample is stored: file, record, episode, step."""
         return self.source.describe(int(self.starts[sample]))
+
+
+def _bounds(ends: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first step and the step after the last one of the runs of steps with these ends that hold `steps`."""
+    run = np.searchsorted(ends, steps, side="right")
+    return np.where(run > 0, ends[run - 1], 0), ends[run]
+
+
+def _require_marks(source: Source, name: str) -> None:
+    """Raise ValueError if the source has no feature of this name with one boolean, or 0 or 1, per step."""
+    flag = "--data.datasets.N.only"
+    if name not in source.columns:
+        found = sorted(one for one, column in source.columns.items() if column.dtype == bool)
+        raise ValueError(
+            f"{flag} {name}: the dataset has no such feature; its boolean ones are {', '.join(found) or '(none)'}"
+        )
+    column = source.columns[name]
+    if column.size != source.num_steps:
+        raise ValueError(f"{flag} {name}: the feature has {list(column.shape[1:])} values per step, not one boolean")
+    if column.dtype != bool and not np.isin(column, (0, 1)).all():
+        raise ValueError(f"{flag} {name}: the feature is {column.dtype} with other values than 0 and 1, not a boolean")
+    if not np.any(column):
+        raise ValueError(f"{flag} {name}: the feature is true at no step of the dataset, so there is nothing to learn")

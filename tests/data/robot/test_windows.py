@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from openpi_train.data.core.held_out import validation_episodes
+from openpi_train.data.formats.lerobot import LeRobot, LeRobotWriter
 from openpi_train.data.make.fake import FakeData
 from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.robots.bridge import Bridge
+from openpi_train.robots.numbered import Numbered
 
 SOURCE = FakeData(num_episodes=7, episode_length=6, image_height=8, image_width=8, seed=5).open()
 SHAPE = WindowShape(horizon=3)
@@ -146,3 +148,77 @@ def test_a_present_step_outside_the_episode_is_refused():
         WindowShape(horizon=16, history=5, first_action=-4, pad_after=12)
     with pytest.raises(ValueError, match=r"first_action 1 must be in -7\.\.0"):
         WindowShape(horizon=8, first_action=1)
+
+
+def marked(marks, **shape):
+    """Windows of three episodes, six, five and five steps, of which only marked ones are learned; action k is all k."""
+    source = FakeData(num_episodes=3, episode_length=5, image_height=8, image_width=8).open()
+    assert source.episode_ends.tolist() == [6, 11, 16]
+    source.columns["action"] = np.repeat(np.arange(16, dtype=np.float32)[:, None], 7, axis=1)
+    source.columns["is_intervention"] = np.array(marks)
+    return Windows(source=source, robot=Bridge(), shape=WindowShape(**shape), only="is_intervention")
+
+
+def test_chunks_begin_at_marked_steps_and_end_with_the_marks_or_the_episode():
+    marks = [0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 1, 1]
+    # Worked out by hand: the actions of each chunk of three, and how many of them are real.
+    expected = {2: ([2, 3, 3], 2), 3: ([3, 3, 3], 1), 10: ([10, 10, 10], 1), 11: ([11, 11, 11], 1)}
+    expected |= {13: ([13, 14, 15], 3), 14: ([14, 15, 15], 2), 15: ([15, 15, 15], 1)}
+    for given in (np.array(marks, bool), np.array(marks, np.int64), np.array(marks, np.float32)[:, None]):
+        windows = marked(given, horizon=3)
+        assert windows.starts.tolist() == list(expected)
+        _, actions, real = windows.chunks(np.arange(len(windows)))
+        assert actions[..., 0].tolist() == [chunk for chunk, _ in expected.values()]
+        assert real.sum(axis=1).tolist() == [count for _, count in expected.values()]
+    again = pickle.loads(pickle.dumps(windows))
+    assert again.starts.tolist() == list(expected)
+
+
+def test_what_is_seen_before_a_marked_step_need_not_be_marked():
+    windows = marked([0, 0, 1, 1, 1, *[0] * 11], horizon=3, history=2, first_action=-1)
+    assert windows.starts.tolist() == [2, 3, 4]
+    row = windows.row(0)
+    assert row["actions"][:, 0].tolist() == [2, 2, 3] and row["action_mask"].tolist() == [False, True, True]
+    assert np.array_equal(row["state"], windows.steps.state[[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("marks", "message"),
+    [
+        ([2, *[0] * 15], "int64 with other values than 0 and 1"),
+        ([[0, 1]] * 16, r"has \[2\] values per step, not one boolean"),
+        ([False] * 16, "true at no step"),
+    ],
+)
+def test_a_feature_that_marks_nothing_is_refused(marks, message):
+    with pytest.raises(ValueError, match=rf"--data\.datasets\.N\.only is_intervention: .*{message}"):
+        marked(marks, horizon=3)
+
+
+def test_a_missing_feature_is_refused_and_boolean_ones_are_named():
+    source = FakeData(num_episodes=2).open()
+    source.columns["is_success"] = np.ones(source.num_steps, bool)
+    with pytest.raises(ValueError, match=r"only is_intervention: .* no such feature; its boolean ones are is_success"):
+        Windows(source=source, robot=Bridge(), shape=SHAPE, only="is_intervention")
+
+
+def test_a_lerobot_datasets_boolean_feature_marks_what_is_learned(tmp_path):
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+        "is_intervention": {"dtype": "bool", "shape": (1,), "names": None},
+    }
+    writer = LeRobotWriter(tmp_path / "arm", fps=10, features=features)
+    for marks in ([0, 1, 1, 0], [0, 0, 0], [1, 0, 1]):
+        moves = np.arange(2 * len(marks), dtype=np.float32).reshape(-1, 2)
+        flags = np.array(marks, bool)[:, None]
+        writer.add_episode({"observation.state": moves, "action": moves, "is_intervention": flags}, {}, task="reach")
+    writer.finish()
+    source = LeRobot(path=str(tmp_path / "arm"), cache_dir=str(tmp_path / "cache")).open()
+    robot = Numbered(
+        num_state_dims=2, num_action_dims=2, rate_hz=10.0, cameras={}, state_columns=("observation/state",)
+    )
+    windows = Windows(source=source, robot=robot, shape=WindowShape(horizon=2), only="is_intervention")
+    assert windows.starts.tolist() == [1, 2, 7, 9]
+    _, _, real = windows.chunks(np.arange(4))
+    assert real.tolist() == [[True, True], [True, False], [True, False], [True, False]]
