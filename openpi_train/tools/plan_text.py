@@ -1,12 +1,14 @@
 """Formats a plan as text: three tables, the recommendation, and the compiler's figures. Read next: `plan.py`."""
 
+import contextlib
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from openpi_train.experiment import Experiment
 from openpi_train.fields import as_json, changed_fields
 from openpi_train.models.model_config import ModelConfig
+from openpi_train.parallel.remat import Remat
 from openpi_train.planning.forecast import Forecast
 from openpi_train.runtime.device_kinds import GIB
 from openpi_train.tools.compiled_memory import Compiled
@@ -117,17 +119,22 @@ def flags(experiment: Experiment, chosen: Forecast) -> list[str]:
     words = ["--sharding.strategy", chosen.layout.strategy]
     if 1 < chosen.layout.fsdp_devices < chosen.machine.num_devices // chosen.layout.tensor_devices:
         words += ["--fsdp-devices", str(chosen.layout.fsdp_devices)]
-    if len(experiment.model.compute.remat_choices) > 1:
-        assert chosen.policy.remat is not None
-        words += [_remat_flag(experiment.model), chosen.policy.remat]
+    if chosen.policy.remat is not None and (flag := _remat_flag(experiment.model)):
+        words += [flag, chosen.policy.remat]
     return [*words, "--grad-accum", str(chosen.grad_accum)]
 
 
-def _remat_flag(model: ModelConfig) -> str:
-    """The flag of a model's rematerialisation policy: that of a reward model or of DPO is its language model's."""
-    one, other = (as_json(model.with_compute(remat=remat)) for remat in model.compute.remat_choices[:2])
-    (field,) = changed_fields(one, other)
-    return f"--model.{field.replace('_', '-')}"
+def _remat_flag(model: ModelConfig) -> str | None:
+    """The flag of a model's rematerialisation policy: that of a reward model or of DPO is its language model's.
+
+    None: the model has a single policy.
+    """
+    for remat in get_args(Remat):
+        with contextlib.suppress(ValueError):  # a policy that the model does not have
+            if changed := changed_fields(as_json(model), as_json(model.with_compute(remat=remat))):
+                (field,) = changed
+                return f"--model.{field.replace('_', '-')}"
+    return None
 
 
 def _layouts(report: "Report") -> str:
