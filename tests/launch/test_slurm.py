@@ -264,7 +264,7 @@ GUIDE += ["--time-limit", "24:00:00", "--partition", "gpu", "--output-dir"]
 @pytest.mark.slow
 def test_create_slurm_looks_whether_the_guides_own_run_would_start(tmp_path):
     done = run_distributed(*GUIDE, str(tmp_path / "slurm_scripts"), HOME=str(tmp_path))
-    assert done.returncode == 2 and not (tmp_path / "slurm_scripts").exists()
+    assert done.returncode == 3 and not (tmp_path / "slurm_scripts").exists()
     assert "-- pi0_bridge_traj --exp-name multi_node_training" in done.stderr
     assert "bridge_dataset" in done.stderr and "--dataset PATH" in done.stderr and "--no-check" in done.stderr
 
