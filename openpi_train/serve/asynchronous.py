@@ -162,6 +162,13 @@ class AsynchronousActor:
             self._ask(observation)
         return self._next()
 
+    def reset(self) -> None:
+        """Drop the chunk, before a new episode or when something else has moved the robot: the next `act` waits for a
+        new one, made from its observation. Waits for a request under way."""
+        if self._asked is not None:
+            concurrent.futures.wait([self._asked[0]])
+        self._asked, self._plan, self._is_held = None, None, False
+
     def close(self) -> None:
         """End the thread, without waiting for a request under way."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -132,6 +132,16 @@ def test_the_delay_covers_a_high_quantile_of_the_recent_latencies_and_no_more_th
     assert trained.actor.counts.late_chunks == 1  # the second is under way
 
 
+def test_after_a_reset_the_chunk_is_of_the_new_observation_and_the_request_under_way_is_not_used():
+    script = Script(0.3)
+    assert script.ticks(6)[-1].tolist() == [5, 0] and len(script.asked) == 2  # the second is under way
+    script.actor.reset()
+    assert script.actor.act({"step": 70}).tolist() == [70, 2]
+    assert set(script.asked[2]) == {"step"} and script.actor.counts.late_chunks == 0
+    script.clock.now_s += 0.1
+    assert script.actor.act({"step": 71}).tolist() == [71, 2]
+
+
 def test_a_robot_is_held_at_its_last_action_until_the_chunk_comes_and_goes_on_where_it_stands(caplog):
     script = Script(0.1, 1.0, 0.1)
     found = [script.actor.act({"step": 0})]
