@@ -1,8 +1,8 @@
 """Six STS3215 servos on a pseudo-terminal, which answer Feetech's protocol byte by byte.
 
 Written from the protocol's manual: a packet is FF FF id length instruction parameters checksum; the checksum is the
-inverted sum of all bytes after FF FF; a servo answers FF FF id length error data checksum. Position goals are reached
-at once, but only with torque.
+inverted sum of all bytes after FF FF; a servo answers FF FF id length error data checksum. With torque a servo goes
+to its goal, by `share` of the way from one question for all positions to the next.
 """
 
 import os
@@ -30,6 +30,7 @@ class ServoBus:
         for number, words in registers.items():
             for address, word in {**words, GOAL: 0, PRESENT: present[number]}.items():
                 self.memory[number][address : address + 2] = word.to_bytes(2, "little")
+        self.share = 1.0
         self.log: list[tuple[int, int, int, bytes]] = []
         self.drop: Callable[[int, int], bool] = lambda instruction, number: False
         self._mine, self._theirs = os.openpty()
@@ -73,6 +74,7 @@ class ServoBus:
     def _answer(self, number: int, instruction: int, data: bytes) -> None:
         if instruction == SYNC_READ:
             for each in data[2:]:
+                self._move(each)
                 self._reply(each, instruction, self.memory[each][data[0] : data[0] + data[1]])
         elif instruction == SYNC_WRITE:
             for first in range(2, len(data), 1 + data[1]):
@@ -92,5 +94,8 @@ class ServoBus:
         memory = self.memory[number]
         memory[address : address + len(data)] = data
         self.log.append((instruction, number, address, bytes(data)))
-        if memory[TORQUE]:
-            memory[PRESENT : PRESENT + 2] = memory[GOAL : GOAL + 2]
+
+    def _move(self, number: int) -> None:
+        goal, present = self.word(number, GOAL), self.word(number, PRESENT)
+        if self.memory[number][TORQUE]:
+            self.set_word(number, PRESENT, present + round(self.share * (goal - present)))
