@@ -125,7 +125,7 @@ def my_runs(tmp_path_factory) -> Iterator[ModuleType]:
         file.with_name(name).write_text(text)
     file.with_name("prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}\n')
     file.with_name("tests").symlink_to(ROOT / "tests")  # the docs name a dataset in there
-    for name in ("my_arm", "demos"):
+    for name in ("my_arm", "demos", "corrections"):
         file.with_name(name).symlink_to(ROOT / "tests" / "data" / "formats" / "lerobot" / "fixtures" / "v30_image")
     stores = {"six_tasks": "arms_14", "pusht/pusht_cchi_v7_replay": "push_t"}
     for name, fixture in stores.items():
