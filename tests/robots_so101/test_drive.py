@@ -102,6 +102,7 @@ def test_an_episode_with_an_intervention_is_recorded_with_the_actions_that_were_
     arms, servos, tmp_path
 ):
     episode, asked = run(arms, servos[1])
+    arms[0].read()  # goals have no answer: this one says that the last ones are there
     goals = [
         int.from_bytes(data, "little") for _, number, address, data in servos[0].log if (number, address) == (1, 42)
     ]
