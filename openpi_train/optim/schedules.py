@@ -94,7 +94,7 @@ class LRSchedule:
         """What another length changes at a step that both runs have, and the flag that keeps it; empty if nothing."""
         step = min(before, after)
         old, new = (float(learning_rate(self.over(length).create(), step)) for length in (before, after))
-        if not self.follows_length or old == new:
+        if old == new:
             return ""
         keeps = ""
         if self.warmup_ratio is None:

@@ -1,6 +1,7 @@
 """The `generate` verb: a prompt, a message, a file that is continued, a conversation in the terminal."""
 
 import json
+import logging
 
 import ml_dtypes
 import numpy as np
@@ -66,6 +67,15 @@ def test_a_prompt_is_continued_and_a_message_answered(folder, model, capsys):
     assert cli.run(["generate", str(folder), "--message", "What is", "--system", "Be short.", *flags]) == 0
     asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is"}]
     assert capsys.readouterr().out == whole(model, asked) + "\n"
+
+
+def test_a_text_for_a_model_of_conversations_is_continued_and_said_to_be(loaded, model, capsys, caplog):
+    said = "--message asks by the model's chat template"
+    with caplog.at_level(logging.INFO):
+        for flag, is_said in (("--prompt", True), ("--message", False)):
+            caplog.clear()
+            assert cli.run(["generate", "x", flag, "What is", "--max-new-tokens", "2"]) == 0
+            assert (said in caplog.text) is is_said
 
 
 def test_several_samples_are_numbered_and_differ(loaded, model, capsys):

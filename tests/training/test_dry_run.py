@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import logging
 import math
+import re
 
 import pytest
 import small_runs
@@ -43,6 +44,13 @@ def test_what_fits_is_told_with_what_was_not_looked_at(given, tmp_path, capsys):
     *_, fits, note = capsys.readouterr().out.splitlines()
     assert fits == "fits" and note == "not checked: the data were not looked at; a start opens them"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_rounds_to_nothing_is_left_out(given, capsys):
+    assert rehearse(given) == 0
+    sizes = dict(re.findall(r"^(\w+) +([\d.]+) GiB per device$", capsys.readouterr().out, re.MULTILINE))
+    assert sizes.pop("total") and float(sizes.pop("available")) > 1
+    assert "0.00" not in sizes.values()  # a model of a few parameters keeps all else out
 
 
 def test_an_estimate_above_what_there_is_is_not_said_to_fit(given, monkeypatch, capsys):

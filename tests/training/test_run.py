@@ -14,7 +14,7 @@ from openpi_train.training.run import Run
 from openpi_train.training.slow_hosts import SlowDevices, SlowHosts
 
 # Without the run-time type check: they are given no real run.
-log, save, save_locally = map(inspect.unwrap, (Run.log, Run.save, Run.save_locally))
+log, save, save_locally, finish = map(inspect.unwrap, (Run.log, Run.save, Run.save_locally, Run.finish))
 
 
 def test_a_save_is_told_to_the_launcher_whichever_disk_it_goes_to(tmp_path, monkeypatch):
@@ -60,3 +60,14 @@ def test_a_batch_that_does_not_divide_over_the_devices_has_an_exit_code_of_its_o
     with pytest.raises(UsageError) as refused:
         dataclasses.replace(debug, exp_name="x", **changes).check(8)
     assert refused.value.exit_code == code
+
+
+def test_time_ends_with_the_last_step_and_goes_on_after_a_stop(tmp_path):
+    told = []
+    goodput = types.SimpleNamespace(write=lambda step, *, is_end: told.append((step, is_end)), words=str)
+    (tmp_path / "results.json").touch()
+    for step in (5, 10):
+        run = types.SimpleNamespace(close=lambda: None, directory=tmp_path, goodput=goodput, step=step)
+        run.feed, run.experiment = types.SimpleNamespace(bad_records=0), types.SimpleNamespace(num_train_steps=10)
+        finish(run, keep_results=True)
+    assert told == [(5, False), (10, True)]

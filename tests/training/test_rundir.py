@@ -22,7 +22,7 @@ from openpi_train.fields import as_json, changed_fields
 from openpi_train.interop.manifest import write_manifest
 from openpi_train.launch.spec import SAVED_STEP_VARIABLE
 from openpi_train.models.paligemma import PaliGemmaFlowConfig
-from openpi_train.optim import SGD
+from openpi_train.optim import SGD, LRSchedule
 from openpi_train.runtime import passing_errors
 from openpi_train.runtime.exits import USAGE, StorageError, UsageError
 from openpi_train.training import rundir
@@ -277,6 +277,14 @@ def test_resume_reports_harmless_changes_and_warns_of_the_others(tmp_path, caplo
     assert levels == {**dict.fromkeys(told, "INFO"), **dict.fromkeys(warned, "WARNING")}
     start(tmp_path, resume=True, **changed)
     assert json.loads((run.path / "experiment.json").read_text())["log_interval"] == 5
+
+
+def test_a_run_that_is_made_longer_is_told_what_becomes_of_its_rate(tmp_path, caplog):
+    falls = LRSchedule(kind="linear", warmup_steps=0, decay_steps=None, peak_lr=1e-3, decay_lr=0.0)
+    start(tmp_path, num_train_steps=100, lr_schedule=falls)
+    with caplog.at_level(logging.INFO):
+        check_run(given(tmp_path, resume=True, num_train_steps=200, lr_schedule=falls))
+    assert "at step 100 it is 0.0005, and was 0 in a run of 100 steps" in caplog.text
 
 
 def test_torn_experiment_record_is_an_error(tmp_path):

@@ -1,4 +1,5 @@
 import itertools
+import logging
 import pickle
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from openpi_train.data.core.held_out import validation_episodes
 from openpi_train.data.formats.lerobot import LeRobot, LeRobotWriter
 from openpi_train.data.make.fake import FakeData
+from openpi_train.data.robot.config import DataConfig, Dataset
 from openpi_train.data.robot.windows import Windows, WindowShape
 from openpi_train.robots.bridge import Bridge
 from openpi_train.robots.numbered import Numbered
@@ -202,7 +204,9 @@ def test_a_missing_feature_is_refused_and_boolean_ones_are_named():
         Windows(source=source, robot=Bridge(), shape=SHAPE, only="is_intervention")
 
 
-def test_a_lerobot_datasets_boolean_feature_marks_what_is_learned(tmp_path):
+@pytest.fixture
+def corrected(tmp_path):
+    """A LeRobot dataset of three episodes with a boolean feature per step."""
     features = {
         "observation.state": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
         "action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
@@ -214,11 +218,26 @@ def test_a_lerobot_datasets_boolean_feature_marks_what_is_learned(tmp_path):
         flags = np.array(marks, bool)[:, None]
         writer.add_episode({"observation.state": moves, "action": moves, "is_intervention": flags}, {}, task="reach")
     writer.finish()
-    source = LeRobot(path=str(tmp_path / "arm"), cache_dir=str(tmp_path / "cache")).open()
-    robot = Numbered(
-        num_state_dims=2, num_action_dims=2, rate_hz=10.0, cameras={}, state_columns=("observation/state",)
-    )
-    windows = Windows(source=source, robot=robot, shape=WindowShape(horizon=2), only="is_intervention")
+    return LeRobot(path=str(tmp_path / "arm"), cache_dir=str(tmp_path / "cache"))
+
+
+POINT = Numbered(num_state_dims=2, num_action_dims=2, rate_hz=10.0, cameras={}, state_columns=("observation/state",))
+
+
+def test_a_lerobot_datasets_boolean_feature_marks_what_is_learned(corrected):
+    windows = Windows(source=corrected.open(), robot=POINT, shape=WindowShape(horizon=2), only="is_intervention")
     assert windows.starts.tolist() == [1, 2, 7, 9]
     _, _, real = windows.chunks(np.arange(4))
     assert real.tolist() == [[True, True], [True, False], [True, False], [True, False]]
+
+
+def test_what_is_learned_is_part_of_the_rows_identity_and_has_its_own_norm_stats(corrected, open_small, caplog):
+    def opened(only):
+        dataset = Dataset(source=corrected, robot=POINT, asset_id="arm", only=only)
+        with caplog.at_level(logging.INFO):
+            return open_small(DataConfig(datasets=(dataset,), validation_fraction=0.0))
+
+    whole, marked = opened(None), opened("is_intervention")
+    assert "only" not in whole.train.identity["datasets"][0]
+    assert marked.train.identity["datasets"][0]["only"] == "is_intervention"
+    assert (whole.num_samples, marked.num_samples) == (10, 4) and "changed since" in caplog.text
