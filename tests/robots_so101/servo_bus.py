@@ -22,7 +22,8 @@ def packet(number: int, body: bytes) -> bytes:
 
 class ServoBus:
     """`port` is the name to open. `memory[id]` are the registers. `drop(instruction, id)` says whether an answer is
-    lost; `log` has (instruction, id, address, data) of all writes."""
+    lost; `log` has (instruction, id, address, data) of all writes. One question is answered from one position of the
+    arm: `set_positions` waits meanwhile."""
 
     def __init__(self, registers: dict[int, dict[int, int]], present: dict[int, int]):
         """`registers`: by id and address, words of two bytes; `present`: ticks by id."""
@@ -32,6 +33,7 @@ class ServoBus:
                 self.memory[number][address : address + 2] = word.to_bytes(2, "little")
         self.share = 1.0
         self.log: list[tuple[int, int, int, bytes]] = []
+        self._still = threading.Lock()
         self.drop: Callable[[int, int], bool] = lambda instruction, number: False
         self._mine, self._theirs = os.openpty()
         tty.setraw(self._theirs)
@@ -52,6 +54,12 @@ class ServoBus:
     def set_word(self, number: int, address: int, word: int) -> None:
         self.memory[number][address : address + 2] = word.to_bytes(2, "little")
 
+    def set_positions(self, ticks: dict[int, int]) -> None:
+        """Move the servos of these ids by hand, all at once."""
+        with self._still:
+            for number, tick in ticks.items():
+                self.set_word(number, PRESENT, tick)
+
     @property
     def torques(self) -> list[int]:
         return [self.memory[number][TORQUE] for number in sorted(self.memory)]
@@ -69,7 +77,8 @@ class ServoBus:
                     break
                 one, waiting = waiting[begin : begin + size], waiting[begin + size :]
                 assert packet(one[2], one[4:-1]) == one, f"no packet: {one.hex()}"
-                self._answer(one[2], one[4], one[5:-1])
+                with self._still:
+                    self._answer(one[2], one[4], one[5:-1])
 
     def _answer(self, number: int, instruction: int, data: bytes) -> None:
         if instruction == SYNC_READ:

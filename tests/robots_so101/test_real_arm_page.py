@@ -98,8 +98,7 @@ def swing(leader, ended: threading.Event) -> None:
     low, high = LEADER_TICKS
     while not ended.wait(0.01):
         tick = round((low + high) / 2 + (high - low) / 2 * np.sin(5 * time.monotonic()))
-        for number in range(1, 7):
-            leader.set_word(number, 56, tick)
+        leader.set_positions(dict.fromkeys(range(1, 7), tick))
 
 
 def answers(port: int) -> bool:
