@@ -20,7 +20,9 @@ import numpy as np
 
 from openpi_train.command_line import ProcessFlags, changed_flags
 from openpi_train.data.core.files import write_json, write_text
+from openpi_train.data.formats.detection import source_at
 from openpi_train.data.robot.opened import open_windows
+from openpi_train.data.robot.windows import Windows
 from openpi_train.data.text.text_data import TextData
 from openpi_train.envs.closed_loop import ClosedLoop, evaluate, protocol
 from openpi_train.envs.ensembling import Ensembled
@@ -74,6 +76,7 @@ def check_ahead(request: EvaluateRequest) -> int:
         folder_of(stored.where)
     if not isinstance(experiment.data, TextData):
         closed_loop_of(request, experiment, _dataset_number(experiment, request.dataset))
+        _check_recorded(request)
     return 0
 
 
@@ -88,6 +91,7 @@ def run(request: EvaluateRequest, texts: EvaluateTextRequest = _NOTHING_OF_TEXTS
     figures.require_figures()
     number = _dataset_number(experiment, request.dataset)
     config = closed_loop_of(request, experiment, number)
+    _check_recorded(request)
     if not request.held_out and not config.num_episodes:
         raise UsageError("there is nothing to do: --held-out 0, and no environment (give one with --env NAME)")
     policy = load_policy(
@@ -155,12 +159,19 @@ def _dataset_number(experiment: Experiment, wanted: str | None) -> int:
     return experiment.demonstrations.datasets.index(chosen)
 
 
+def _check_recorded(request: EvaluateRequest) -> None:
+    """Raise UsageError or DataError for flags of the open loop without one, or if --data is no dataset."""
+    given = [f"--{name}" for name in ("data", "only") if getattr(request, name) is not None]
+    if given and not request.held_out:
+        raise UsageError(f"{' and '.join(given)}: for the open loop, which --held-out 0 leaves out")
+    if request.data is not None:
+        with reported_as(DataError):
+            source_at(request.data)
+
+
 def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experiment, number: int, folder: Path) -> None:
     with reported_as(DataError):
-        training = open_windows(experiment.demonstrations, experiment.policy.rows.window)[number]
-        windows, actions = training.in_split("validation"), open_loop.TrainingActions.of(training)
-        if not len(windows):
-            raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
+        windows, actions = _recorded(request, experiment, number)
         episodes = open_loop.held_out_episodes(windows, request.held_out)
         found = [
             open_loop.predict(policy, windows, episode, request.batch_size, actions.mean)
@@ -177,10 +188,36 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
         result = open_loop.summary(names, errors, actions.deviation)
         result["plots"] = [f"open_loop_{episode}.svg" for episode in plotted]
         write_json(folder / "open_loop.json", {"settings": _settings(request), **result})
-        counted = f"{len(episodes)} held-out episode{'s' if len(episodes) != 1 else ''}"
-        print(f"open loop, {counted}, {result['control_steps']} control steps:")
+        counted = f"episode{'s' if len(episodes) != 1 else ''}"
+        counted = f"held-out {counted}" if request.data is None else f"{counted} of {request.data}"
+        marked = "" if request.only is None else f" where {request.only} is true"
+        print(f"open loop, {len(episodes)} {counted}, {result['control_steps']} control steps{marked}:")
         print(open_loop.table(result))
         print(f"plots of predicted and recorded actions: {', '.join(str(folder / name) for name in result['plots'])}")
+
+
+def _recorded(
+    request: EvaluateRequest, experiment: Experiment, number: int
+) -> tuple[Windows, open_loop.TrainingActions]:
+    """The windows of the recorded episodes that are asked for, and the actions that the policy was trained on.
+
+    Raises ValueError or DataError if there are none.
+    """
+    config, shape = experiment.demonstrations, experiment.policy.rows.window
+    if request.data is not None:
+        datasets = list(config.datasets)
+        datasets[number] = dataclasses.replace(datasets[number], validation=source_at(request.data))
+        config = dataclasses.replace(config, datasets=tuple(datasets))
+    training = open_windows(config, shape)[number]
+    windows, actions = training.in_split("validation"), open_loop.TrainingActions.of(training)
+    if request.data is not None or request.only is not None:
+        try:
+            windows = dataclasses.replace(windows, only=request.only)
+        except ValueError as error:
+            raise DataError(str(error).replace("--data.datasets.N.only", "--only")) from error
+    if not len(windows):
+        raise DataError("no episode is held out (--data.validation-fraction); --held-out 0 leaves this part out")
+    return windows, actions
 
 
 def _in_closed_loop(

@@ -50,6 +50,7 @@ _NUM_PROMPTS = 64
 _OF_POLICIES = (
     *(
         "dataset",
+        "only",
         *(field.name for field in dataclasses.fields(EnvFlags)),
         "episodes",
         "held_out",
@@ -115,11 +116,14 @@ def run(
     """
     if given := changed_flags(request, _OF_POLICIES):
         raise UsageError(f"{', '.join(given)}: for robots' policies, and {stored.where} is a language model")
+    about_data = [f"--{name}" for name in ("split", "columns") if getattr(texts, name)]
+    if about_data and request.data is None:
+        raise UsageError(f"{' and '.join(about_data)}: there is no --data that it is about")
     assert isinstance(experiment.data, TextData)
     config = evaluations_of(request, texts, experiment)
     experiment = dataclasses.replace(
         experiment,
-        data=data_of(texts, experiment.data, stored),
+        data=data_of(request.data, texts, experiment.data, stored),
         # Rounded up to whole rows on every device.
         batch_size=-(-request.batch_size * jax.process_count() // jax.device_count()) * jax.device_count(),
     )
@@ -260,19 +264,19 @@ def _no_completions(
     return None
 
 
-def data_of(texts: EvaluateTextRequest, own: TextData, stored: Stored) -> TextData:
-    """The run's data, or those of the flags, with the tokenizer of the checkpoint. Raises UsageError without any."""
+def data_of(data: str | None, texts: EvaluateTextRequest, own: TextData, stored: Stored) -> TextData:
+    """The run's data, or those at `data`, with the tokenizer of the checkpoint. Raises UsageError without any."""
     if texts.targets is not None:
         own = dataclasses.replace(own, targets=texts.targets)
     if stored.token_files is not None:
         # The checkpoint has the run's chat template, too.
         own = dataclasses.replace(own, tokenizer=str(on_disk(stored.token_files)), chat_template=None)
-    if texts.data is None:
+    if data is None:
         if not own.datasets:
             raise UsageError(f"{stored.where} is no run's checkpoint, so it has no data: give texts with --data")
         return own
     # All its texts are held out.
-    where = texts.data if "://" in texts.data or texts.data.startswith("hub:") else str(Path(texts.data).absolute())
+    where = data if "://" in data or data.startswith("hub:") else str(Path(data).absolute())
     split = None if Path(where).is_file() else texts.split  # a single file has none
     dataset = TextDataset(path=where, split=split, validation=split or where, columns=texts.columns)
     return dataclasses.replace(own, datasets=(dataset,))

@@ -200,8 +200,13 @@ class EvaluateRequest(EnvFlags):
     checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
     # The experiment of the checkpoint, if it is not recorded there.
     experiment: str | None = None
+    # Recorded episodes, or texts, in place of the run's held-out ones: the folder of a dataset; of texts a file, a
+    # folder, or hub:USER/NAME.
+    data: str | None = None
     # Which dataset's robot acts: a number or asset id.
     dataset: str | None = None
+    # Only steps where this boolean feature of the episodes is true, such as is_intervention.
+    only: str | None = None
     # Episodes per task in the environment; 0: no closed loop.
     episodes: int | None = at_least(0, None)
     # Recorded episodes; 0: no open loop.
@@ -245,8 +250,6 @@ class EvaluateRequest(EnvFlags):
 class EvaluateTextRequest(Request):
     """Flags of `eval` for language models. None: the run's own setting."""
 
-    # Texts to evaluate on in place of the run's held-out ones: a file, a folder, or hub:USER/NAME.
-    data: str | None = None
     # Only files of --data whose path has this word; None: all files.
     split: str | None = None
     # The columns of --data to read, as TYPE=COLUMN: prompt=question completion=answer.
@@ -272,11 +275,6 @@ class EvaluateTextRequest(Request):
     max_new_tokens: int | None = at_least(1, None)
     # Texts at which a completion ends.
     stop: tuple[str, ...] | None = None
-
-    def check(self) -> list[str]:
-        """A sentence for every conflict, with the flag to change."""
-        given = [f"--{name}" for name in ("split", "columns") if getattr(self, name)]
-        return [f"{' and '.join(given)}: there is no --data that it is about"] if given and self.data is None else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

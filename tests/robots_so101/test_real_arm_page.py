@@ -1,10 +1,11 @@
-"""The commands of docs/howto/real_arm.md in their order, with a small policy.
+"""The commands of docs/howto/real_arm.md in their order, with a small policy, whose error where it was corrected falls.
 
 There are two arms on buses that answer the protocol, a camera that is a stream of pictures, and a person at the keys
 who moves the leader. LeRobot's own commands are not run.
 """
 
 import http.server
+import json
 import os
 import re
 import shlex
@@ -189,10 +190,14 @@ def test_the_page_is_done_as_it_stands(tmp_path):
         ended.set(), person.join()
         follower.close(), leader.close(), camera.shutdown(), camera.server_close()
     assert served == 2
-    first, second = (
-        next((tmp_path / f"checkpoints/act/{name}").rglob("norm_stats.json")) for name in ("first", "second")
-    )
-    assert first.read_text() == second.read_text()
+    runs = [tmp_path / f"checkpoints/act/{name}" for name in ("first", "second")]
+    first, second = (next(run.rglob("norm_stats.json")).read_text() for run in runs)
+    assert first == second
+    marked = LeRobot(path=str(tmp_path / "corrections")).open().columns["is_intervention"].sum()
+    before, after = (json.loads(next(run.glob("eval/*/open_loop.json")).read_text()) for run in runs)
+    assert before["control_steps"] == after["control_steps"] == marked
+    assert after["overall"]["rms"] < 0.9 * before["overall"]["rms"]
+    assert before["overall"]["rms_of_mean_action"] == after["overall"]["rms_of_mean_action"]
 
 
 def check_corrections(folder: Path) -> None:
