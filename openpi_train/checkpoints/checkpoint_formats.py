@@ -65,6 +65,7 @@ _COMMON: tuple[Format, ...] = (
         recognises=lerobot_policy.recognises,
         open=lerobot_policy.open_checkpoint,
         prepare=lerobot_policy.prepare,
+        part=lambda model: model.without_critic(),
         asset_id=lerobot_folder.ASSET_ID,
         library="lerobot",
         loading="lerobot-eval --policy.path={name}",
@@ -75,6 +76,7 @@ _COMMON: tuple[Format, ...] = (
         recognises=openpi_torch.recognises,
         open=openpi_torch.open_checkpoint,
         prepare=openpi_torch.prepare,
+        part=lambda model: model.without_critic(),
     ),
 )
 

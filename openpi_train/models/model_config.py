@@ -105,6 +105,10 @@ class ModelConfig(abc.ABC):
         """The config of the model that `ParamRules.merge_lora` gives the parameters of (default: the same)."""
         return self
 
+    def without_critic(self) -> "ModelConfig":
+        """The config of the same model without a head that only training needs (default: the same)."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Base:

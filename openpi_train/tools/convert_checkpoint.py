@@ -263,8 +263,7 @@ class CheckpointConversion:
         """The report on the result. Raises CheckpointError if it does not read back as intended."""
         result = self.form.open(Place.of(draft), self.wanted_model)
         source = {self.model.param_rules.public_name(path): leaf for path, leaf in self.params.items()}
-        others = {name: source[name] for name in self._parameters_left_out()}
-        whole = dataclasses.replace(result, params={**others, **self.rest, **result.params})
+        whole = dataclasses.replace(result, params={**self.rest, **result.params})
         params = checkpoint_formats.model_params(whole, self.wanted_model)
         again = _read_again(self.wanted.params, result.params, draft)
         if self.wanted.train_state is not None:

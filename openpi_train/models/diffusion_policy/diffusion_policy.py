@@ -131,7 +131,10 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     @property
     def base(self) -> Base | None:
         """The same model without the critic, whose values start at 0."""
-        return Base(model=dataclasses.replace(self, critic=False)) if self.critic else None
+        return Base(model=self.without_critic()) if self.critic else None
+
+    def without_critic(self) -> "DiffusionPolicyConfig":
+        return dataclasses.replace(self, critic=False)
 
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras

@@ -195,6 +195,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     def without_lora(self) -> prompted.GemmaPolicyConfig:
         return dataclasses.replace(super().without_lora(), action_expert=self.action_expert.without_lora())
 
+    def without_critic(self) -> "Pi0Config":
+        return dataclasses.replace(self, critic=False)
+
     def decoder_of(self, path: str) -> GemmaConfig:
         return self.experts["action" if "action" in path.split("/") else "language"]
 
