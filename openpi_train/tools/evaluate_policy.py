@@ -188,10 +188,7 @@ def _in_open_loop(request: EvaluateRequest, policy: Policy, experiment: Experime
         result = open_loop.summary(names, errors, actions.deviation)
         result["plots"] = [f"open_loop_{episode}.svg" for episode in plotted]
         write_json(folder / "open_loop.json", {"settings": _settings(request), **result})
-        counted = f"episode{'s' if len(episodes) != 1 else ''}"
-        counted = f"held-out {counted}" if request.data is None else f"{counted} of {request.data}"
-        marked = "" if request.only is None else f" where {request.only} is true"
-        print(f"open loop, {len(episodes)} {counted}, {result['control_steps']} control steps{marked}:")
+        print(f"open loop, {open_loop.counted(result, _settings(request))}:")
         print(open_loop.table(result))
         print(f"plots of predicted and recorded actions: {', '.join(str(folder / name) for name in result['plots'])}")
 

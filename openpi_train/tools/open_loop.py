@@ -123,6 +123,15 @@ def summary(names: Sequence[str], errors: Sequence[JsonObject], deviation: np.nd
     return {**found, "overall": overall, "verdict": against_mean_action(*whole).words}
 
 
+def counted(found: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """What was evaluated, in words: of a `summary`, and the request (JSON) that asked for it."""
+    number, data, only = len(found["episodes"]), settings.get("data"), settings.get("only")
+    episodes = "episode" if number == 1 else "episodes"
+    named = f"{number} held-out {episodes}" if data is None else f"{number} {episodes} of {data}"
+    marked = "" if only is None else f" where {only} is true"
+    return f"{named}, {found['control_steps']} control steps{marked}"
+
+
 def table(found: Mapping[str, Any]) -> str:
     """A table with one line per action dim, and the verdict."""
     width = max(len(name) for name in (*found["dims"], "action"))

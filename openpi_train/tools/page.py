@@ -9,13 +9,14 @@ import dataclasses
 import hashlib
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import jinja2
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from PIL import Image
 
 _FOLDER = Path(__file__).with_name("report_page")
@@ -178,6 +179,11 @@ def cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def with_code(text: str) -> Markup:
+    """The escaped text, in which what stands between backticks is shown as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
+
+
 def page(title: str, sections: Mapping[str, Sequence[Block]], written: str) -> str:
     """The whole file; `written` says when and by what."""
     script = "\n".join(_file(name) for name in ("uPlot.iife.min.js", "report.js"))
@@ -188,7 +194,7 @@ def page(title: str, sections: Mapping[str, Sequence[Block]], written: str) -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["cell"] = cell
+    environment.filters.update(cell=cell, with_code=with_code)
     return environment.get_template("page.html.jinja").render(
         title=title,
         sections=sections,

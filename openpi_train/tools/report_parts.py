@@ -23,6 +23,7 @@ from openpi_train.policy.experiment_json import experiment_of_run
 from openpi_train.rl.rollout_samples import ROLLOUTS
 from openpi_train.runtime.exits import RunError
 from openpi_train.runtime.waiting import duration
+from openpi_train.tools import open_loop
 from openpi_train.tools.evaluate_text import RESULTS
 from openpi_train.tools.page import (
     Bar,
@@ -282,8 +283,7 @@ def _open_loop(folder: RunFiles) -> list[Block]:
         constant, title = "rms_of_mean", "of the mean of the evaluated actions"
     rows = [[name, one["mean_absolute"], one["rms"], one.get(constant)] for name, one in found["dims"].items()]
     head = ["action, in the robot's units", "mean absolute error", "root mean square", title]
-    number = len(found["episodes"])
-    episodes = f"{number} held-out episode{'s' if number != 1 else ''}, {found['control_steps']} control steps."
+    episodes = f"{open_loop.counted(found, found.get('settings', {}))}."
     verdict: list[Block] = []
     if "overall" in found:
         whole = found["overall"]
@@ -291,9 +291,7 @@ def _open_loop(folder: RunFiles) -> list[Block]:
         compared = against_mean_action(whole["rms"], whole[constant])
         verdict.append(Verdict(f"In open loop the policy is {compared.text}.", compared.has_learned))
     plots = [folder.path / name for name in found.get("plots", [])]
-    shown = [
-        Media.of_file(path, f"held-out episode {path.stem.rpartition('_')[2]}") for path in plots if path.is_file()
-    ]
+    shown = [Media.of_file(path, f"episode {path.stem.rpartition('_')[2]}") for path in plots if path.is_file()]
     return [Note(episodes), *verdict, DataTable(head, rows), Beside(shown)]
 
 

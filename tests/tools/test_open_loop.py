@@ -109,3 +109,15 @@ def test_the_mean_action_is_that_of_the_training_data_whatever_is_evaluated(wind
     assert found["overall"] == {"rms": 10.0, "rms_of_mean_action": 8.0}
     said = "worse than the mean action of the training data by a factor 1.25: it has not learned"
     assert found["verdict"] == said
+
+
+@pytest.mark.parametrize(
+    ("episodes", "settings", "words"),
+    [
+        ([3], {}, "1 held-out episode, 9 control steps"),
+        ([3, 5], {"data": None, "only": "moving"}, "2 held-out episodes, 9 control steps where moving is true"),
+        ([3, 5], {"data": "data/new", "only": None}, "2 episodes of data/new, 9 control steps"),
+    ],
+)
+def test_what_was_evaluated_is_said(episodes, settings, words):
+    assert open_loop.counted({"episodes": episodes, "control_steps": 9}, settings) == words

@@ -10,7 +10,7 @@ import pytest
 
 from openpi_train.data.core.files import write_json
 from openpi_train.interop.manifest import write_manifest
-from openpi_train.tools.page import Chart, DataTable, Line, page
+from openpi_train.tools.page import Chart, DataTable, Line, Note, page
 from openpi_train.tools.report import html_of
 from openpi_train.tools.report_curves import curves
 from openpi_train.tools.report_parts import own_rollouts
@@ -108,9 +108,11 @@ def test_every_text_is_escaped(tmp_path):
     run = run_with(tmp_path / "e" / "<script>x", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}], name=evil)
     text = html_of([run], with_batches=False)
     chart = Chart(evil, evil, [Line(evil, [1, 2], [1.0, 2.0])])
-    for shown in (text, page(evil, {evil: [chart, DataTable([evil], [[evil]])]}, evil)):
+    blocks = [chart, DataTable([evil], [[evil]]), Note(f"say `{evil}`")]
+    for shown in (text, page(evil, {evil: blocks}, evil)):
         assert "<script>x" not in shown and "<script>alert" not in shown and "alert(1)</script>" not in shown
     assert html.escape("<script>x") in text
+    assert f'<p class="note ">say <code>{html.escape(evil)}</code></p>' in shown
 
 
 def test_curves_of_several_runs_share_a_chart_and_what_differs_is_listed(tmp_path):
