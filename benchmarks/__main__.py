@@ -26,6 +26,7 @@ BENCHMARKS = {
     "metaworld": "success and loss of policies from states on five Meta-World tasks, against CPU time",
     "rl": "success before and after learning from own rollouts: robots and texts, three seeds, with intervals",
     "rl_speed": "RL of robots: control steps per CPU second, where the time goes, overlap, memory",
+    "real_time_delay": "success against the delay of action chunks: not joined, joined by guidance, and as trained",
     "language": "a language model on the arithmetic task: supervised, reward model, DPO; problems solved",
     "language_speed": "completions and SFT steps of language models, beside torch + transformers where installed",
     "smollm2": "SmolLM2-135M-Instruct of the package index: asked, trained for 20 steps, written, read by transformers",

@@ -112,11 +112,13 @@ class Policy:
             raise ObservationError("'prefix' is so far outside the training data that its normalised value overflows")
         target, weights = np.zeros((horizon, width), np.float32), np.zeros((horizon, width), np.float32)
         first = horizon - ahead  # earlier actions are in the past
-        target[first : first + len(actions), : actions.shape[1]] = actions
+        # Dims that only pad the robot's weigh nothing: after training with mask_action_dims they mean nothing.
+        own = slice(actions.shape[1])
+        target[first : first + len(actions), own] = actions
         if flow.max_delay:
-            weights[first : first + prefix.delay] = 1
+            weights[first : first + prefix.delay, own] = 1
         else:
-            weights[first:] = prefix_weights(ahead, prefix.delay, ahead - len(actions))[:, None]
+            weights[first:, own] = prefix_weights(ahead, prefix.delay, ahead - len(actions))[:, None]
         return prepared._replace(target=target, weights=weights)
 
     def answer(

@@ -174,7 +174,7 @@ def test_every_delay_carries_out_what_was_planned_and_guides_towards_the_rest_of
                 known = said(asked_at, row, place)
                 wanted[step - first_action, :2] = following.in_the_models_units(known[None], states[row])[0]
                 c = (AHEAD - execute - step) / (AHEAD - execute - delay + 1)
-                share[step - first_action] = 1 if step < delay else c * np.expm1(c) / np.expm1(1)
+                share[step - first_action, :2] = 1 if step < delay else c * np.expm1(c) / np.expm1(1)
             np.testing.assert_allclose(target[row], wanted, atol=2e-2)
             np.testing.assert_allclose(weights[row], share, rtol=1e-6)
 

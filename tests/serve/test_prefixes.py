@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import toy
-from gaussian_flow import HORIZON, NUM_STEPS, SEED, gaussian_policy, guided, noise_of
+from gaussian_flow import HORIZON, NUM_STEPS, SEED, Gaussian, GaussianConfig, gaussian_policy, guided, noise_of
 from stub import serving
 from websockets.sync.client import connect
 
@@ -65,6 +65,28 @@ def test_an_answer_continues_the_prefix_and_without_one_has_the_same_bits_as_eve
         np.testing.assert_allclose(answer["actions"], expected(answer["draw"], prefix, delay), atol=2e-4)
     assert np.abs(continued["actions"][2] - expected(continued["draw"], PREFIX[:0], 0)[2]).max() > 0.1
     assert continued["server_timing"]["infer_ms"] > 0 and set(continued) == set(plain)
+
+
+class Leaky(Gaussian):
+    """The same, with a third dim that only pads the robot's two; it was not trained, and reads the first."""
+
+    def velocity(self, observation, noisy, time):
+        return super().velocity(observation, noisy, time).at[..., 2].set(9 * noisy[..., 0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeakyConfig(GaussianConfig):
+    def build(self, rngs):
+        return Leaky(self, rngs)
+
+
+def test_dims_that_only_pad_the_robots_actions_guide_nothing(policy):
+    """As after training with mask_action_dims, in which nothing says what they are."""
+    model = LeakyConfig(action_dim=following.MODEL_DIMS, action_horizon=HORIZON)
+    leaky = dataclasses.replace(policy, sampler=dataclasses.replace(policy.sampler, model=model, _programs={}))
+    answer = leaky.infer({"state": STATE, "prefix": PREFIX, "delay": 2}, draw=0)
+    # As for the flow without such a dim.
+    np.testing.assert_allclose(answer["actions"], expected(0, PREFIX, 2), atol=2e-4)
 
 
 def test_no_length_and_no_delay_compiles_another_program():

@@ -1,0 +1,66 @@
+"""A pole that falls while the policy thinks: Gymnasium's InvertedPendulum-v5 with noise on its actions, and an expert.
+
+An unstable system at 25 Hz: an error of the pole's angle grows by a fifth in each control step (the largest
+eigenvalue of the linearised system is 1.20). An episode succeeds if the pole stands, within 0.2 rad, at its end.
+Gaussian noise on the actions is what Black, Galliker, Levine 2025 (arXiv:2506.07339) add to their simulated tasks.
+Read next: `real_time_delay.py`.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from openpi_train.envs.gym_env import GymEnv, GymEpisodes
+
+# Standard deviation of the noise; an action, the force on the cart, lies in [-3, 3].
+NOISE = 0.05
+# Of initial positions and velocities; Gymnasium's own is 0.01.
+_RESET_NOISE = 0.05
+_NUM_STEPS = 200
+# The linear-quadratic regulator of the system, linearised by finite differences where the pole stands, for the costs
+# 1 of position and angle, 0.1 of their velocities, and 1 of the action (scipy.linalg.solve_discrete_are).
+_GAIN = np.array([0.741, 6.02, 0.868, 1.01])
+
+
+def pole(noise: float = NOISE) -> Any:
+    """The environment, for `--env gym:benchmarks/pole.py:pole`."""
+    import gymnasium
+
+    class Disturbed(gymnasium.Wrapper):
+        """Adds noise, drawn from the episode's own seed, to actions."""
+
+        def step(self, action):
+            disturbed = action + noise * self.unwrapped.np_random.standard_normal(action.shape)
+            low, high = self.action_space.low, self.action_space.high
+            seen, reward, terminated, truncated, told = self.env.step(np.clip(disturbed, low, high))
+            return seen, reward, terminated, truncated, {**told, "is_success": not terminated}
+
+    made = gymnasium.make(
+        "InvertedPendulum-v5", reset_noise_scale=_RESET_NOISE, max_episode_steps=-1, disable_env_checker=True
+    )
+    return Disturbed(made)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoleEnv(GymEnv):
+    """The pole, with an expert."""
+
+    source: str = f"{Path(__file__).resolve()}:pole"
+    prompt: str | None = "balance"
+    success_at: str = "last"  # pyright: ignore[reportIncompatibleVariableOverride]
+    step_limit: int | None = _NUM_STEPS
+
+    @property
+    def has_expert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
+
+    def demonstrate(
+        self, states: GymEpisodes, keys: Key[Array, " b"]
+    ) -> tuple[Float[np.ndarray, "b a"], Float[np.ndarray, "b a"]]:
+        """The commands, which the environment disturbs itself."""
+        del keys
+        commands = np.stack([seen @ _GAIN for seen in states.observations])[:, None].astype(np.float32)
+        return commands, commands
