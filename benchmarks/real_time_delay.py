@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of all runs (%(default)s)")
     parser.add_argument("--delays", type=int, nargs="+", default=DELAYS, help="in control steps (%(default)s)")
     parser.add_argument("--demonstrations", type=int, default=96, help="episodes of the expert (%(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
     parser.add_argument("--episodes", type=int, default=100, help="initial states (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder in which to keep the runs (default: they are deleted)")
     parser.add_argument("--quick", action="store_true", help="run nothing: only check that the runs are understood")
@@ -126,19 +127,27 @@ def trained(out: Path, seed: int, kind: str, flags: argparse.Namespace) -> Path:
 
 
 def acted_by(run: Path, methods: Sequence[str], flags: argparse.Namespace) -> Iterator[tuple[int, str, Acted]]:
-    """How the run's policy does at each delay by these methods, from the same initial states."""
+    """How the run's policy does at each delay by these methods, from the same initial states.
+
+    What is known is in the run's `acted.json`, and is not measured again.
+    """
     from openpi_train.policy.loading import load_policy
 
-    policy = load_policy(run, num_sample_steps=_DENOISING_STEPS, batch_sizes=(flags.episodes,))
+    record = run / "acted.json"
+    known = json.loads(record.read_text()) if record.exists() else {}
+    policy = None
     config = ClosedLoop(env=PoleEnv(), episodes_per_task=flags.episodes, execute=EXECUTE)
     for delay, method in itertools.product(flags.delays, methods):
-        joins = method != "none"
-        watched = Watched(ActingInRealTime(policy, config.env, delay=delay, execute=EXECUTE, joins=joins), delay)
-        score = evaluate(lambda watched=watched: watched, config, execute=EXECUTE)
-        assert score is not None, "nothing asked it to stop"
-        acted = Acted(score.overall.successes, watched.at_seam, watched.beside)
-        print(f"{run.name}, delay {delay}, {method}: {acted}", flush=True)
-        yield delay, method, acted
+        name = f"{method}, delay {delay}, {flags.episodes} episodes"
+        if name not in known:
+            policy = policy or load_policy(run, num_sample_steps=_DENOISING_STEPS, batch_sizes=(flags.episodes,))
+            joins = method != "none"
+            watched = Watched(ActingInRealTime(policy, config.env, delay=delay, execute=EXECUTE, joins=joins), delay)
+            score = evaluate(lambda watched=watched: watched, config, execute=EXECUTE)
+            assert score is not None, "nothing asked it to stop"
+            known[name] = [score.overall.successes, watched.at_seam, watched.beside]
+            record.write_text(json.dumps(known))
+        yield delay, method, Acted(*known[name])
 
 
 def table(found: Mapping[tuple[int, str], Sequence[Acted]], flags: argparse.Namespace) -> Table:

@@ -26,6 +26,7 @@ from benchmarks import (
     language,
     language_speed,
     long_run,
+    real_time_delay,
     report,
     rl,
     rl_speed,
@@ -216,6 +217,30 @@ def test_rl_speed_divides_an_iteration():
         "x: 0.5 more arrays are alive at the end",
     ]
     assert not rl_speed.grown(["x", 8, 100.0, 104.0, 7, 7, 4.0])
+
+
+def test_the_jump_is_where_a_chunk_begins_to_be_executed():
+    """Actions rise by 0.1 a control step, and by 1 where the second chunk begins, after a delay of 2.
+
+    The second pole has fallen, and counts no more.
+    """
+    rising = 0.1 * np.arange(real_time_delay.HORIZON)
+    first, execute = np.stack([rising, 9 * rising])[..., None], real_time_delay.EXECUTE
+    second = first + 0.1 * execute + np.where(np.arange(real_time_delay.HORIZON) < 2, 0, 0.9)[:, None]
+    chunks = iter([first, second])
+    watched = real_time_delay.Watched(lambda *_: next(chunks), delay=2)
+    for angle in (0.0, 0.3):
+        watched(types.SimpleNamespace(state=np.array([[0, 0.1, 0, 0], [0, angle, 0, 0]])), None)
+    assert watched.at_seam == pytest.approx(1.0) and watched.beside == pytest.approx(0.1)
+
+
+def test_success_against_delay_has_the_intervals_of_all_seeds_together():
+    flags = real_time_delay.parse(["--episodes", "100", "--delays", "2", "--seeds", "1", "2"])
+    found = {(2, method): [real_time_delay.Acted(n, 0.2, 0.1) for n in (50, 60)] for method in real_time_delay.METHODS}
+    table = real_time_delay.table(found, flags)
+    assert [row[1] for row in table.rows] == ["none", "guided", "trained"]
+    # 110 of 200, as above.
+    assert table.rows[0][2] == 200 and table.rows[0][6] == "48% to 62%" and table.rows[0][7] == pytest.approx(0.55)
 
 
 def test_another_loss_than_the_peers_is_not_the_same_work():

@@ -166,6 +166,10 @@ def test_rl_speed_understands_its_runs(quick):
     assert not rows(quick, "RL: control steps") and "metaworld: not run." in quick[0]
 
 
+def test_real_time_delay_understands_its_runs(quick):
+    assert not rows(quick, "Balancing a pole") and "Not run: its runs are understood." in quick[0]
+
+
 def test_language_speed_says_how_to_have_torch_beside_it(quick):
     for kind in ("completions", "SFT step"):
         (row,) = rows(quick, f"Beside torch, {kind}")
