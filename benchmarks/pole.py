@@ -37,8 +37,7 @@ def pole(noise: float = NOISE) -> Any:
 
         def step(self, action):
             disturbed = action + noise * self.unwrapped.np_random.standard_normal(action.shape)
-            low, high = self.action_space.low, self.action_space.high
-            seen, reward, terminated, truncated, told = self.env.step(np.clip(disturbed, low, high))
+            seen, reward, terminated, truncated, told = self.env.step(disturbed)  # MuJoCo clips it
             return seen, reward, terminated, truncated, {**told, "is_success": not terminated}
 
     given = {"reset_noise_scale": _RESET_NOISE, "frame_skip": 1, "max_episode_steps": -1, "disable_env_checker": True}
