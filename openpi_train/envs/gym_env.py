@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from openpi_train.envs import gym_experts, maniskill_experts
 from openpi_train.envs.env import Env, EnvObservation
 from openpi_train.envs.env_pool import Leased, numbers_of
-from openpi_train.envs.gym_experts import EXPERTS
 from openpi_train.envs.gym_observation import entries, is_picture, picture
 from openpi_train.envs.gym_source import GymSource
 from openpi_train.fields import at_least
@@ -32,6 +32,8 @@ _MAX_STEPS, _CONTROL_HZ = 100, 10.0
 _SUCCESS = ("is_success", "success")
 # Where LeRobot's environments have their pictures.
 _PIXELS = "pixels"
+# By source.
+_EXPERTS = {**gym_experts.EXPERTS, **maniskill_experts.EXPERTS}
 # Noise on an expert's actions, as a share of what they may be: disturbances that its commands correct.
 _NOISE = 0.1
 
@@ -95,7 +97,7 @@ class GymEnv(Env):
 
     @property
     def has_expert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.source in EXPERTS
+        return self.source in _EXPERTS
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -163,8 +165,14 @@ class GymEnv(Env):
     def demonstrate(
         self, states: "GymEpisodes", keys: Key[Array, " b"]
     ) -> tuple[Float[np.ndarray, "b a"], Float[np.ndarray, "b a"]]:
-        """The commands of the expert (`gym_experts.py`), and the same with noise on all dims that they use."""
-        commands = np.stack([EXPERTS[self.source](one) for one in states.observations])
+        """The commands of the expert (`gym_experts.py`, `maniskill_experts.py`), and the same with noise on all dims
+        that they use.
+        """
+        given = [
+            getattr(simulator, "known", lambda seen=seen: seen)()
+            for simulator, seen in zip(states.simulators, states.observations, strict=True)
+        ]
+        commands = np.stack([_EXPERTS[self.source](one) for one in given])
         noise = jax.vmap(lambda key: jax.random.normal(key, commands.shape[1:]))(keys)
         disturbed = np.where(commands == 0, 0, commands + _NOISE * np.asarray(noise))
         return commands, np.clip(disturbed, *self.action_bounds).astype(np.float32)

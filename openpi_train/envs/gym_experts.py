@@ -28,12 +28,19 @@ def reach(seen: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def push(seen: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The action [4] of FetchPush: above the block to the place behind it, down, and on to the goal."""
-    gripper, block, goal = seen["observation"][:3], seen["achieved_goal"], seen["desired_goal"]
+    """The action [4] of FetchPush."""
+    return _motion(pushing(seen["observation"][:3], seen["achieved_goal"], seen["desired_goal"]))
+
+
+def pushing(gripper: np.ndarray, block: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """How far a gripper goes, in metres [3]: above the block to the place behind it, down, and on to the goal.
+
+    The places [3] are in metres, too; the block's is its centre.
+    """
     way = (goal - block)[:2]
     distance = float(np.linalg.norm(way))
     if distance < _THERE_M:
-        return _motion(np.zeros(3))
+        return np.zeros(3)
     ahead = way / distance
     offset = (gripper - block)[:2]
     along = float(offset @ ahead)
@@ -41,16 +48,15 @@ def push(seen: Mapping[str, np.ndarray]) -> np.ndarray:
     behind = np.append(block[:2] - _BEHIND_M * ahead, block[2])
     is_low = gripper[2] < block[2] + _ABOVE_M / 3
     if is_low and aside < _ASIDE_M and along < 0:
-        return _motion(
-            _PUSH_GAIN * np.append(goal[:2] - block[:2] + _ASIDE_M * ahead, 0)
-            + np.append(-0.5 * (offset - along * ahead), 0.3 * (block[2] - gripper[2]))
+        return _PUSH_GAIN * np.append(goal[:2] - block[:2] + _ASIDE_M * ahead, 0) + np.append(
+            -0.5 * (offset - along * ahead), 0.3 * (block[2] - gripper[2])
         )
     if np.linalg.norm((behind - gripper)[:2]) < _ASIDE_M:
-        return _motion(behind - gripper)
+        return behind - gripper
     height = block[2] + _ABOVE_M
     if is_low:
-        return _motion(np.append(np.zeros(2), height - gripper[2]))
-    return _motion(np.append((behind - gripper)[:2], height - gripper[2]))
+        return np.append(np.zeros(2), height - gripper[2])
+    return np.append((behind - gripper)[:2], height - gripper[2])
 
 
 def _motion(metres: np.ndarray) -> np.ndarray:

@@ -38,6 +38,7 @@ INSTRUCTIONS = {
 }
 # Of tasks that do not say so themselves.
 _MAX_STEPS, _CONTROL_HZ = 100, 20
+_NO_LIMIT = 10**9
 # What a simulator is made with, unless the user gives others.
 _MADE = {"obs_mode": "rgb", "control_mode": "pd_ee_delta_pose", "sim_backend": "cpu"}
 
@@ -65,9 +66,9 @@ def simulator(task: str, **given: object) -> Any:
     spec(task)
     made = importlib.import_module("gymnasium").make
     try:
-        # Time is counted by whoever acts.
+        # Time is counted by whoever acts. Gymnasium's -1 would mean that every step of ManiSkill is its last one.
         with answering("n"):
-            inner = made(task, num_envs=1, max_episode_steps=-1, **{**_MADE, **given})
+            inner = made(task, num_envs=1, max_episode_steps=_NO_LIMIT, **{**_MADE, **given})
     except SystemExit as error:  # it has asked whether to load files
         raise UsageError(
             f"maniskill:{task} needs files that are not here: python -m mani_skill.utils.download_asset {task}"
@@ -106,6 +107,15 @@ class _Flat:
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, Any]:
         seen, reward, terminated, truncated, told = self._made.step(action)
         return flat(seen), float(reward), bool(terminated), bool(truncated), told
+
+    def known(self) -> dict[str, np.ndarray]:
+        """What an expert goes by: the pose [7] of each object by its name and of the gripper's centre, `tcp`, a place
+        and a quaternion (w, x, y, z); and how far each finger is from the centre, `fingers` [2].
+        """
+        inner = self._made.unwrapped
+        poses = {name: actor.pose for name, actor in inner.scene.actors.items()} | {"tcp": inner.agent.tcp.pose}
+        known = {name: pose.raw_pose[0].numpy() for name, pose in poses.items()}
+        return known | {"fingers": inner.agent.robot.get_qpos()[0, -2:].numpy()}
 
     def close(self) -> None:
         self._made.close()

@@ -146,7 +146,8 @@ class Sample(DataRequest):
 class Collect(DataRequest):
     """Record demonstrations by an environment's scripted expert, as a zarr store."""
 
-    # metaworld (needs the extra sim), fetch:reach, fetch:push (the extra fetch) or tabletop.
+    # tabletop, metaworld (needs the extra sim), fetch:reach, fetch:push (fetch), or of ManiSkill maniskill:PushCube-v1,
+    # maniskill:StackCube-v1 (maniskill).
     env: Annotated[str, Positional, arg(metavar="ENV")]
     # The store to make; a begun one is continued.
     out: Path
@@ -156,6 +157,8 @@ class Collect(DataRequest):
     episodes_per_task: int = at_least(1, 20)
     # Pixels of a side; None: the environment's own, of metaworld no pictures.
     image_size: int | None = at_least(1, None)
+    # Arguments of what makes a Gymnasium environment, each as NAME=VALUE.
+    env_make: Annotated[tuple[str, ...], arg(name="env.make")] = ()
     # Of initial states and disturbances.
     seed: int = 0
     # Processes; the files are the same with any number.
@@ -170,7 +173,9 @@ class Collect(DataRequest):
 
         # As for `prepare`.
         jax.config.update("jax_platforms", "cpu")
-        env = environment(self.env, image_size=self.image_size)
+        env = environment(
+            self.env, image_size=self.image_size, settings={"make": self.env_make} if self.env_make else None
+        )
         found = collect(
             env.env if isinstance(env, ProcessEnv) else env,  # `workers` are the processes here
             self.out,
