@@ -82,9 +82,12 @@ def tell_needs(entry: Reproduction, folder: Path, process: TrainFlags) -> int:
         print(f"missing: {path}: {'made by' if is_own(command) else 'get it with'}: {_typed(command)}")
     for words in entry.evaluation_words(folder).values():
         _evaluation(words)
-    if words := entry.train_words(folder):
-        if not missing:
-            return dry_run.dry_run(parse_experiment(words[0], words[1:]), process, process.devices_per_process)
+    trainings = list(entry.training_words(folder).values())
+    if trainings and not missing:  # the first one: the weights of the other are not there yet
+        return dry_run.dry_run(
+            parse_experiment(trainings[0][0], trainings[0][1:]), process, process.devices_per_process
+        )
+    for words in trainings:
         if "--dataset" in words:  # whose dims the experiment takes
             print("the training is checked when its data are there")
         else:
@@ -108,9 +111,9 @@ class _Reproducing:
         with phase("making the data"):
             self._stage("data", self._make_data, _DATA_S)
         experiment = None
-        if words := entry.train_words(folder):
+        for stage, words in entry.training_words(folder).items():
             experiment = parse_experiment(words[0], words[1:])
-            self._stage("train", lambda: start.run_met(experiment, self._world))
+            self._stage(stage, lambda experiment=experiment: start.run_met(experiment, self._world))
         for name, words in entry.evaluation_words(folder).items():
             with phase("evaluating"):
                 self._stage(f"eval {name}", lambda words=words: evaluate_policy.run(*_evaluation(words)))
@@ -196,7 +199,7 @@ def _require_data(entry: Reproduction, folder: Path) -> None:
 def _commands(entry: Reproduction, folder: Path) -> list[str]:
     """Every command line of this program, as it could be typed."""
     lines = [command for command in entry.data_commands(folder).values() if is_own(command)]
-    lines += [shlex.join(entry.train_words(folder))] if entry.train else []
+    lines += [shlex.join(words) for words in entry.training_words(folder).values()]
     return lines + [f"eval {shlex.join(words)}" for words in entry.evaluation_words(folder).values()]
 
 

@@ -1,6 +1,7 @@
 """`Reproduction`, an entry of the board: the command lines that make a result, and what was published for it.
 
-In command lines `{data}` is the folder of the data, and `{run}` that of the training run. Read next: `board.py`.
+In command lines `{data}` is the folder of the data, `{start}` that of the run whose weights the training begins from,
+and `{run}` that of the training run. Read next: `board.py`.
 """
 
 import dataclasses
@@ -32,6 +33,8 @@ class Reproduction:
     # The command that makes each file or folder, in this order: one of this program (`data ...`), or of others, which
     # the user runs. Without any, the run makes or knows its data.
     data: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The training command whose weights `train` begins from; empty: there is none.
+    start: str = ""
     # The training command; empty: published weights are evaluated.
     train: str = ""
     # Evaluations by name, each an `eval` command.
@@ -50,26 +53,27 @@ class Reproduction:
         """The command that makes each path, for the results' folder."""
         return {Path(_filled(path, folder)): _filled(command, folder) for path, command in self.data.items()}
 
-    def train_words(self, folder: Path) -> list[str]:
-        """The words of the training command, which goes on with what is there; none without a training."""
-        if not self.train:
-            return []
+    def training_words(self, folder: Path) -> dict[str, list[str]]:
+        """The words of each training command by its stage, in their order; each goes on with what is there."""
         places = f"--checkpoint-base-dir {folder / 'runs'} --assets-base-dir {folder / 'assets'}"
-        return shlex.split(f"{_filled(self.train, folder)} --exp-name {RUN} {places} --resume")
+        start = str(_run_of(self.start, folder)) if self.start else ""
+        return {
+            stage: shlex.split(
+                f"{_filled(command, folder).replace('{start}', start)} --exp-name {RUN} {places} --resume"
+            )
+            for stage, command in (("start", self.start), ("train", self.train))
+            if command
+        }
 
     def evaluation_words(self, folder: Path) -> dict[str, list[str]]:
         """The words of each evaluation's command after `eval`, by its name."""
-        run = folder / "runs" / (self.train.split() or [""])[0] / RUN
-        return {
-            name: shlex.split(
-                f"{_filled(command, folder).replace('{run}', str(run))} --out {self.results(folder, name)}"
-            )[1:]
-            for name, command in self.evaluations.items()
-        }
+        run = str(self.run_folder(folder)) if self.train else ""
+        lines = {name: _filled(command, folder).replace("{run}", run) for name, command in self.evaluations.items()}
+        return {name: shlex.split(f"{line} --out {self.results(folder, name)}")[1:] for name, line in lines.items()}
 
     def run_folder(self, folder: Path) -> Path:
         """The directory of the training run."""
-        return folder / "runs" / self.train.split()[0] / RUN
+        return _run_of(self.train, folder)
 
     def results(self, folder: Path, name: str) -> Path:
         """The folder of an evaluation's results."""
@@ -86,6 +90,11 @@ class Reproduction:
 def is_own(command: str) -> bool:
     """Whether this program runs the command itself."""
     return command.startswith(_OWN)
+
+
+def _run_of(train: str, folder: Path) -> Path:
+    """The directory of a training command's run."""
+    return folder / "runs" / train.split()[0] / RUN
 
 
 def _filled(command: str, folder: Path) -> str:

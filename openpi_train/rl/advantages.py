@@ -4,6 +4,7 @@
     group_relative     GRPO (Shao et al. 2024); without scaling Dr. GRPO's (Liu et al. 2025)
     returns_to_go      REINFORCE++ (Hu 2025) before `whitened`: what each unit still earns
     generalised        GAE (Schulman et al. 2016) from the values of a critic
+    explained_variance how much of the returns a critic knew
     adapted_weight     the weight of the divergence for the next iteration (Ziegler et al. 2019)
 
 A rollout is a row of `u` units: tokens, denoising steps. Rollouts at the same prompt are a group. Groups are told by
@@ -92,6 +93,15 @@ def whitened(values: Units, mask: Mask, *, keeps_mean: bool = False) -> Units:
     centred = np.where(mask, values - mean, 0.0)
     scaled = centred / np.sqrt((centred**2).sum() / (count - 1) + _WHITEN_EPS)
     return np.where(mask, scaled + mean, 0.0) if keeps_mean else scaled
+
+
+def explained_variance(values: Units, returns: Units, mask: Mask) -> float:
+    """1 - Var(returns - values) / Var(returns) over units that count (Stable-Baselines3); NaN for equal returns.
+
+    1: the critic knew all returns; 0: as good as a constant; below: worse than that.
+    """
+    spread = float(returns[mask].var()) if mask.any() else 0.0
+    return 1 - float((returns - values)[mask].var()) / spread if spread > 0 else float("nan")
 
 
 def adapted_weight(weight: float, divergence: float, *, target: float, horizon: int, num_rollouts: int) -> float:

@@ -11,6 +11,7 @@ the parameters.
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from openpi_train.json_object import JsonObject
 from openpi_train.objectives.policy_objective import PolicyObjective
 from openpi_train.parallel.params import Params
 from openpi_train.parallel.state import TrainState
+from openpi_train.rl.advantages import explained_variance
 from openpi_train.rl.collection import Collection, Collector
 from openpi_train.rl.local_columns import LocalColumns
 from openpi_train.rl.outcomes import Outcomes
@@ -178,6 +180,9 @@ class RolloutFeed(Feed):
             "rl/units_per_s": units / max(acted - started, 1e-9),
             "rl/rollouts_per_s": collected.metrics["rollouts"] / max(acted - started, 1e-9),
         }
+        if rl.advantages.needs_values:
+            known = explained_variance(recorded.values.astype(np.float64), returns, mask)
+            self._metrics |= {} if math.isnan(known) else {"rl/explained_variance": known}
         if rl.advantages.kl_weight:
             self._adapt(np.where(rollouts.mask, log_ratios, 0.0).sum(axis=1)[collected.counts])
         self.acting_s += time.monotonic() - started

@@ -7,6 +7,7 @@ import pytest
 
 from openpi_train.rl.advantages import (
     adapted_weight,
+    explained_variance,
     generalised,
     group_relative,
     leave_one_out,
@@ -166,6 +167,18 @@ def test_whitening_counts_the_masked_units_only():
     np.testing.assert_allclose(found[mask], (inside - inside.mean()) / np.sqrt(inside.var(ddof=1) + 1e-8), rtol=1e-12)
     assert (found[~mask] == 0).all()
     assert (whitened(advantages, np.zeros_like(mask)) == 0).all()
+
+
+def test_explained_variance_has_the_closed_form():
+    """Of independent signal and rest with variances 4 and 1, a critic that knows the signal explains 4 / 5."""
+    signal, rest = np.array([[2.0, 2.0, -2.0, -2.0, 9.0]]), np.array([[1.0, -1.0, 1.0, -1.0, 9.0]])
+    mask = np.array([[True, True, True, True, False]])
+    assert explained_variance(signal + 5, signal + rest, mask) == pytest.approx(0.8)
+    assert explained_variance(0 * signal, signal + rest, mask) == 0
+    assert explained_variance(-signal, signal + rest, mask) < 0
+    assert np.isnan(explained_variance(signal, 0 * signal, mask)) and np.isnan(
+        explained_variance(signal, signal, mask & False)
+    )
 
 
 def test_the_weight_of_the_divergence_has_the_published_rule():
