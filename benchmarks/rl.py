@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> list[Table]:
         for name in [_QUICK_STUDY] if flags.quick else names:
             study = STUDIES[name]
             if study.package is not None and importlib.util.find_spec(study.package) is None:
-                notes.append(f"{name}: not measured, without {study.package} (pip install 'openpi_train[sim]').")
+                notes.append(f"{name}: not measured, without {study.package} (docs/install.md).")
                 continue
             found = [trained(study, seed, out, quick=flags.quick) for seed in flags.seeds]
             rows += curve(name, found, 8 if flags.quick else counted(study, out))

@@ -112,6 +112,19 @@ STUDIES: Mapping[str, Study] = {
         start_between=(0.4, 0.6),
         least_end=0.8,
     ),
+    # Few demonstrations, of which more imitation learns nothing new.
+    "fetch": Study(
+        start="fetch_reach_few",
+        rl="fetch_reach_ppo",
+        flags=("--dataset", "{out}/fetch_reach"),
+        before=(
+            ("data", "collect", "fetch:reach", "--out", "{out}/fetch_reach.zarr", "--episodes-per-task", "4"),
+            ("data", "convert", "{out}/fetch_reach.zarr", "{out}/fetch_reach", "--to", "lerobot", "--control-hz", "25"),
+        ),
+        package="gymnasium_robotics",
+        least_gain=0.08,
+        most_by_imitation=0.05,
+    ),
 }
 
 

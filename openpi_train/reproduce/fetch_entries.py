@@ -1,4 +1,4 @@
-"""The Fetch arm of gymnasium-robotics, from states, by imitation of the scripted experts of `envs/gym_experts.py`.
+"""The Fetch arm of gymnasium-robotics, from states: the scripted experts of `envs/gym_experts.py` imitated, and RL.
 
 No figure is published for imitation of them: Plappert et al. 2018 learn the same tasks from rewards.
 """
@@ -32,7 +32,23 @@ def _imitated(task: str, what: str, episodes: int, steps: int, minutes: float | 
     )
 
 
+_PRACTISED = Reproduction(
+    name="fetch_reach_rl",
+    what="a small flow policy from states reaches the goal with the Fetch arm, by 4 demonstrations and then by PPO",
+    data={
+        "{data}.zarr": "data collect fetch:reach --out {data}.zarr --episodes-per-task 4",
+        "{data}": "data convert {data}.zarr {data} --to lerobot --control-hz 25",
+    },
+    start="fetch_reach_few --dataset {data} --eval.interval 0 --eval.closed-loop.interval 0 "
+    "--eval.closed-loop.episodes-per-task 1",
+    train="fetch_reach_ppo --dataset {data} --weight-loader.params-path {start}",
+    evaluations={"fetch:reach": "eval {run} --env fetch:reach --episodes 100 --execute 4 --held-out 0 --videos 0"},
+    extra="fetch",
+    module="gymnasium_robotics",
+)
+
 ENTRIES = (
     _imitated("reach", "reaches the goal", 64, 1500, 5),
     _imitated("push", "pushes the block to its goal", 192, 5000, 9),
+    _PRACTISED,
 )
