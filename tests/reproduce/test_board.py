@@ -1,6 +1,7 @@
 """The board: its table stands in the docs, and every entry's commands are ones of this program."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,20 @@ def test_the_page_has_the_table_of_the_board(capsys):
 def test_an_entry_names_an_experiment_and_what_it_acts_in(name):
     entry = BOARD[name]
     assert entry.name == name and entry.evaluations and bool(entry.extra) == bool(entry.module)
-    assert not entry.train or entry.train.split()[0] in registry.entries()
+    assert all(words[0] in registry.entries() for words in entry.training_words(Path("out")).values())
     for words in entry.evaluation_words(Path("out")).values():
         request, _ = reproduce_run._evaluation(words)
         assert request.held_out == 0 and request.out is not None and request.out.is_relative_to("out/eval")
         assert bool(entry.train) == request.checkpoint.startswith("out/runs/")
+
+
+@pytest.mark.parametrize("name", [name for name, entry in BOARD.items() if entry.start])
+def test_a_training_begins_from_the_run_before_it(name):
+    before, trained = BOARD[name].training_words(Path("out")).values()
+    flags = dict(itertools.pairwise(before))
+    begun = Path(flags["--checkpoint-base-dir"]) / before[0] / flags["--exp-name"]
+    assert Path(dict(itertools.pairwise(trained))["--weight-loader.params-path"]) == begun
+    assert BOARD[name].run_folder(Path("out")) != begun
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
