@@ -78,14 +78,14 @@ fetch_reach_ppo = dataclasses.replace(
     fetch_reach_few,
     model=dataclasses.replace(fetch_reach_few.model, critic=True),
     objective=PolicyGradient(
-        distribution=FlowDistribution(num_steps=4, noise=0.5), average="rollouts", value_weight=0.5
+        distribution=FlowDistribution(num_steps=4, noise=0.5), average="rollouts", value_weight=0.5, value_clip=None
     ),
     rl=RobotRL(
         env=_WORLD,
         num_groups=128,
         group_size=1,
-        epochs=2,
-        advantages=AdvantageEstimator(kind="gae", gamma=0.99),
+        epochs=4,
+        advantages=AdvantageEstimator(kind="gae", gamma=0.99, lam=0.9),
         # It succeeds by being at the goal in the last control step.
         bootstrap=False,
         execute=4,
@@ -93,11 +93,11 @@ fetch_reach_ppo = dataclasses.replace(
         max_steps=24,
         episodes_per_device=64,
     ),
-    lr_schedule=LRSchedule(warmup_steps=8, peak_lr=2e-4, decay_steps=160, decay_lr=2e-4),
+    lr_schedule=LRSchedule(warmup_steps=16, peak_lr=1.5e-4, decay_steps=160, decay_lr=1.5e-4),
     # The critic is new, and the policy is not.
     optimizer=AdamW(b2=0.95, rate_mask="value_head/", rate_factor=20.0),
     ema_decay=None,
-    batch_size=32,
+    batch_size=64,
     num_train_steps=160,
     log_interval=8,
     save_interval=160,
