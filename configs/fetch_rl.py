@@ -67,11 +67,11 @@ fetch_reach_few = dataclasses.replace(
         ),
     ),
 )
-"""A small flow policy (0.9 M parameters) imitates 64 demonstrations of reaching a goal, from states.
+"""A small flow policy (0.9 M parameters) imitates four demonstrations of reaching a goal, from states.
 
 Command: python -m openpi_train fetch_reach_few --exp-name x
-Hardware: 2 CPU cores. Time: 94 CPU s, with five evaluations. Result: 60 % of 50 unseen episodes after 150 steps, 100 %
-after 300 (one seed; 2026-12-01, commit 0eb8013).
+Hardware: 2 CPU cores. Time: 48 and 51 CPU s, without evaluations. Result: 28 and 38 of 100 unseen episodes (seeds 42 and
+43; 2026-12-01, commit 3c0ffee; benchmarks/results/practice_fetch.md).
 """
 
 fetch_reach_ppo = dataclasses.replace(
@@ -111,7 +111,5 @@ fetch_reach_ppo = dataclasses.replace(
 """It goes on by PPO, with a critic.
 
 Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x
-A start that is half trained, which leaves something to learn: checkpoints/fetch_reach_few/x/150
-Hardware: 2 CPU cores. Time: 155 CPU s, with two evaluations. Result: 74 of 100 unseen episodes from 59, after 768
-episodes (one seed; 2026-12-01, commit fc055c9). 50 more steps of imitation reach 98 %.
+Hardware: 2 CPU cores. Time and result: not yet measured to the end (benchmarks/results/practice_fetch.md).
 """
