@@ -71,7 +71,7 @@ fetch_reach_few = dataclasses.replace(
 
 Command: python -m openpi_train fetch_reach_few --exp-name x
 Hardware: 2 CPU cores. Time: 48 and 51 CPU s, without evaluations. Result: 28 and 38 of 100 unseen episodes (seeds 42 and
-43; 2026-12-01, commit 3c0ffee; benchmarks/results/practice_fetch.md).
+43; 2026-12-01, commit 6253485c; benchmarks/results/practice_fetch.md).
 """
 
 fetch_reach_ppo = dataclasses.replace(
