@@ -116,7 +116,7 @@ STUDIES: Mapping[str, Study] = {
     "fetch": Study(
         start="fetch_reach_few",
         rl="fetch_reach_ppo",
-        flags=("--dataset", "{out}/fetch_reach"),
+        flags=("--dataset", "{out}/fetch_reach", "--eval.closed-loop.episodes-per-task", "100"),
         before=(
             ("data", "collect", "fetch:reach", "--out", "{out}/fetch_reach.zarr", "--episodes-per-task", "4"),
             ("data", "convert", "{out}/fetch_reach.zarr", "{out}/fetch_reach", "--to", "lerobot", "--control-hz", "25"),
