@@ -233,6 +233,7 @@ class Experiment:
         problems += self._check_prefix()
         problems += self.data.check_objective(objective.__name__, objective.text_kinds)
         problems += self._check_reference()
+        problems += self._check_label()
         problems += [] if wrong_numbers else self._check_rl()
         if problems:
             kind = IndivisibleError if problems == indivisible else UsageError
@@ -328,6 +329,22 @@ class Experiment:
             "--objective.reference precomputed needs the reference's log-probabilities, and the data do not read any: "
             "give --data.reference-log-probs, or --objective.reference model"
         ]
+
+    def _check_label(self) -> list[str]:
+        """Why the data lack what the objective learns of each step, or the objective is none that acts."""
+        needed, given = self.objective.label, self.data.label if isinstance(self.data, DataConfig) else None
+        name = type(self.objective).__name__
+        if needed != given:
+            flag = "--data.label None" if needed is None else f"--data.label {needed}"
+            return [
+                f"objective {name} learns {needed or 'nothing'} of each row, and --data.label is {given}: give {flag}"
+            ]
+        if needed == "return" and isinstance(self.eval, EvalConfig):
+            return [
+                f"objective {name} trains no actions, and eval measures them: give the experiment "
+                "eval=openpi_train.evaluation.measure.Evaluations()"
+            ]
+        return []
 
     def _check_rl(self) -> list[str]:
         """Why the run cannot learn from own rollouts as it should."""

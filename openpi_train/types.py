@@ -94,6 +94,7 @@ class ActionBatch:
     `action_mask` is False on steps beyond the episode's end (they repeat its last action).
     `dim_mask` is False on the action dims that only pad the robot's actions to the model's width.
     `row` is the row's position in the global batch: with seed and step it determines all of the row's randomness.
+    `label` is what else an objective learns of the present control step (`data/robot/labels.py`); None: nothing.
     """
 
     observation: Observation
@@ -101,6 +102,7 @@ class ActionBatch:
     action_mask: Bool[Array, "b h"]
     dim_mask: Bool[Array, "b a"]
     row: Int[Array, " b"]
+    label: Float[Array, " b"] | None = None
 
 
 def mask_rows(batch: ActionBatch, real: Bool[Array, " b"]) -> ActionBatch:
@@ -253,6 +255,7 @@ def flatten_rows(batch: ActionBatch) -> dict[str, Any]:
         "action_mask": batch.action_mask,
         "dim_mask": batch.dim_mask,
         "row": batch.row,
+        **({} if batch.label is None else {"label": batch.label}),
     }
 
 
@@ -282,4 +285,5 @@ def action_batch(rows: Mapping[str, Tree]) -> ActionBatch:
         action_mask=rows["action_mask"],
         dim_mask=rows["dim_mask"],
         row=rows["row"],
+        label=rows.get("label"),
     )

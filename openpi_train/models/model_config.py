@@ -36,7 +36,8 @@ class ModelConfig(abc.ABC):
     `velocity_and_log_probs`), `reconstruction` (its `reconstruct`), `chunk_tokens` (its `sample_chunk` and
     `chunk_scores`), `token_scores` (activations of texts, by calling it, and their `scores`), `reference` (its
     `reference`, a fixed model with token scores), `rewards` (of a row's texts), `value` (its `values` of
-    texts, or its `value` of what a robot saw), `log_prob`.
+    texts, or its `value` of what a robot saw), `return_logits` (of what a robot saw), `indicator` (a velocity is told
+    how good its chunk is), `log_prob`.
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
@@ -176,6 +177,20 @@ def check_critic(has_critic: bool, objective: str, needs: frozenset[str]) -> lis
     if "value" not in needs or has_critic:
         return []
     return [f"objective {objective} trains a critic (--objective.value-weight): give --model.critic"]
+
+
+def check_indicator(has_indicator: bool, objective: str, needs: frozenset[str]) -> list[str]:
+    """Why the objective of this name cannot train a policy whose indicator is a choice, as sentences."""
+    if "indicator" not in needs or has_indicator:
+        return []
+    return [f"objective {objective} tells the model how good a chunk was: give --model.indicator"]
+
+
+def check_return_bins(bins: int, objective: str, needs: frozenset[str]) -> list[str]:
+    """Why the objective of this name cannot train a model with so many returns, as sentences."""
+    if "return_logits" not in needs or bins > 1:
+        return []
+    return [f"objective {objective} trains a distribution of returns: give --model.return-bins, such as 201"]
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

@@ -88,7 +88,7 @@ class DenoisingTransformer(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ):
-        self.dtype = dtype
+        self.dtype, self.step_width = dtype, width
         self.inputs = _linear(action_dim, width, rngs=rngs)
         self.condition = _linear(condition_width, width, rngs=rngs)
         self.positions = nnx.Param(_SPREAD(rngs.params(), (horizon, width)))
@@ -101,11 +101,16 @@ class DenoisingTransformer(nnx.Module):
 
     @jax.named_scope("denoising_transformer")
     def __call__(
-        self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n o e"]
+        self,
+        noisy: Float[Array, "n h a"],
+        step: Float[Array, " n"],
+        condition: Float[Array, "n o e"],
+        added: Float[Array, "n d"] | None = None,
     ) -> Float[Array, "n h a"]:
-        """`condition` has one entry per observation step; `step` is the diffusion step. The result is float32."""
+        """`condition` has one entry per observation step; `step` is the diffusion step, to whose encoding `added` is
+        added. The result is float32."""
         x = self.inputs(noisy) + self.positions[...]
-        tokens = [encode_step(step, x.shape[-1])[:, None], self.condition(condition)]
+        tokens = [encode_step(step, x.shape[-1], added)[:, None], self.condition(condition)]
         seen = jnp.concatenate(tokens, axis=1) + self.condition_positions[...]  # n t d
         seen = self.condition_out(jax.nn.mish(self.condition_in(seen)))
         place, other = jnp.arange(x.shape[1])[:, None], jnp.arange(seen.shape[1])

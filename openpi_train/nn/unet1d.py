@@ -27,9 +27,10 @@ _conv = functools.partial(nnx.Conv, kernel_init=TORCH_INIT)
 _MIN_PERIOD, _MAX_PERIOD = 2 * np.pi, 2e4 * np.pi
 
 
-def encode_step(step: Float[Array, " n"], width: int) -> Float[Array, "n d"]:
-    """Sines and cosines of a diffusion step."""
-    return sincos_encoding(step, width, _MIN_PERIOD, _MAX_PERIOD)
+def encode_step(step: Float[Array, " n"], width: int, added: Float[Array, "n d"] | None = None) -> Float[Array, "n d"]:
+    """Sines and cosines of a diffusion step, plus `added`."""
+    encoded = sincos_encoding(step, width, _MIN_PERIOD, _MAX_PERIOD)
+    return encoded if added is None else encoded + added
 
 
 class ConvBlock(nnx.Module):
@@ -123,15 +124,19 @@ class ConditionalUnet1d(nnx.Module):
 
     @jax.named_scope("unet")
     def __call__(
-        self, noisy: Float[Array, "n h a"], step: Float[Array, " n"], condition: Float[Array, "n ..."]
+        self,
+        noisy: Float[Array, "n h a"],
+        step: Float[Array, " n"],
+        condition: Float[Array, "n ..."],
+        added: Float[Array, "n d"] | None = None,
     ) -> Float[Array, "n h a"]:
-        """`condition` is flattened; `step` is the diffusion step. The result is float32."""
+        """`condition` is flattened; `step` is the diffusion step, to whose encoding `added` is added. The result is float32."""
         if noisy.shape[1] % self.shortest:
             raise ValueError(
                 f"a horizon of {noisy.shape[1]} steps cannot be halved {len(self.shorten)} times; use a multiple of "
                 f"{self.shortest}, or fewer --model.unet.widths"
             )
-        encoded = self.step_out(jax.nn.mish(self.step_in(encode_step(step, self.step_width))))
+        encoded = self.step_out(jax.nn.mish(self.step_in(encode_step(step, self.step_width, added))))
         condition = jnp.concatenate([encoded, condition.reshape(len(condition), -1)], axis=-1)
         x, passed = noisy, []
         for level, (first, second) in enumerate(self.down):

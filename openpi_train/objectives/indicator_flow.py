@@ -6,11 +6,12 @@
               than expected, else 0, and a is `unconditional_weight` (the RIPT trainers for pi0)
 
 The policy is not made better by training alone: it acts by guidance towards `better` (`sampling/indicator.py`), in
-RL with `distribution.guidance`, in evaluations and where it is served with `guidance`. Read next: `weighted_flow.py`.
+RL with `distribution.guidance`, in evaluations and where it is served with `guidance`. Read next: `weighted_flow.py`;
+`advantage_conditioned_flow.py`, which learns from stored episodes.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from openpi_train.sampling.action_distribution import by_query
 from openpi_train.sampling.action_sampler import ActionSampler
 from openpi_train.sampling.flow import FlowSampler
 from openpi_train.sampling.flow_distribution import FlowDistribution
-from openpi_train.sampling.indicator import BETTER, NONE, WORSE, check_guidance
+from openpi_train.sampling.indicator import BETTER, NONE, WORSE, check_drop, check_guidance, dropped
 from openpi_train.types import ActionBatch, Network, Observation, RolloutBatch, tree_of
 
 
@@ -65,11 +66,8 @@ class IndicatorFlow(PolicyObjective):
                 "--objective.distribution.guidance is not given: what acts is told nothing that it learns from. Give "
                 "1, or more"
             )
-        if self.form == "dropped" and not 0 < self.drop < 1:
-            problems.append(
-                f"--objective.drop {self.drop} must be between 0 and 1: without draws that are told nothing there is "
-                "no guidance, and without the others no indicator"
-            )
+        if self.form == "dropped":
+            problems += check_drop("--objective.drop", self.drop)
         if self.form == "both" and not self.unconditional_weight:
             problems.append(
                 "--objective.unconditional-weight 0: nothing trains the velocity that guidance begins from; give a "
@@ -145,17 +143,9 @@ class IndicatorFlow(PolicyObjective):
             weights = jnp.where(told == NONE, self.unconditional_weight, known[:, None] == BETTER)
             told = jnp.broadcast_to(told, time.shape)
         else:
-            is_dropped = self._dropped(keys)
+            is_dropped = dropped(keys, self.num_flow_draws, self.drop)
             told, weights = jnp.where(is_dropped, NONE, known[:, None]), jnp.ones_like(time)
         position, wanted = flow.path(chunks, noise, time)
         velocity = model.velocity(self.distribution.seen(observation), position, time, told).astype(jnp.float32)
         error = (jnp.square(velocity - wanted) * steps[:, None, :, None]).sum(axis=(2, 3))
         return (weights * error).sum()
-
-    def _dropped(self, keys: Key[Array, " n"]) -> Bool[Array, "n r"]:
-        """Which draws are told nothing."""
-
-        def of_row(key: Any) -> Any:
-            return jax.random.uniform(key, (self.num_flow_draws,)) < self.drop
-
-        return jax.vmap(of_row)(for_purpose(keys, "indicator"))

@@ -6,7 +6,7 @@ Read next: `flow_matching.py`, then `training/step.py`, the caller.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -35,6 +35,8 @@ class Objective(abc.ABC):
     text_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether it uses the margins of preferences (`PreferenceBatch.margin`).
     uses_margins: ClassVar[bool] = False
+    # What the rows of robot data must be labelled with (`DataConfig.label`); None: with nothing.
+    label: ClassVar[Literal["return", "indicator"] | None] = None
     # Whether it learns from the policy's own rollouts (`PolicyObjective`).
     learns_from_rollouts: ClassVar[bool] = False
 

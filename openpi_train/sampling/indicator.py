@@ -3,12 +3,14 @@
     v = v_none + guidance * (v_better - v_none)      (CFGRL, Frans et al. 2025; RECAP, Physical Intelligence 2025)
 
 0 is the policy that is told nothing, 1 the one that is told `BETTER`; more than 1 goes beyond it. Read next: `flow.py`,
-`objectives/indicator_flow.py`, which trains it.
+`objectives/indicator_flow.py` and `advantage_conditioned_flow.py`, which train it.
 """
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Key
 
+from openpi_train.keys import for_purpose
 from openpi_train.types import Network, Tree
 
 # What a policy is told of a chunk. `NONE` adds nothing to the network: it is the policy that knows no indicator.
@@ -40,6 +42,25 @@ def check_guidance(flag: str, guidance: float | None) -> list[str]:
     if guidance is None or 0 <= guidance < float("inf"):
         return []
     return [f"{flag} {guidance} must be at least 0: 0 is the policy without indicator, 1 the one that is told `better`"]
+
+
+def dropped(keys: Key[Array, " n"], num_draws: int, drop: float) -> Bool[Array, "n r"]:
+    """Which draws of each row are told nothing in training: each with probability `drop`."""
+
+    def of_row(key: Key[Array, ""]) -> Float[Array, " r"]:
+        return jax.random.uniform(key, (num_draws,))
+
+    return jax.vmap(of_row)(for_purpose(keys, "indicator")) < drop
+
+
+def check_drop(flag: str, drop: float) -> list[str]:
+    """Why this probability cannot be, as a sentence."""
+    if 0 < drop < 1:
+        return []
+    return [
+        f"{flag} {drop} must be between 0 and 1: without draws that are told nothing there is no guidance, and without "
+        "the others no indicator"
+    ]
 
 
 def velocities_per_draw(guidance: float | None) -> int:

@@ -46,6 +46,12 @@ class Dataset:
     # Learn only steps where this boolean feature of the dataset is true, such as is_intervention: action chunks begin
     # there, and end where it becomes false, as they do at an episode's end.
     only: str | None = None
+    # The boolean feature that is true at a step of each episode that succeeds, for --data.label return; None:
+    # next.success, or a next.reward above 0 at the end. `all`: all episodes succeed, as demonstrations do.
+    success: str | None = None
+    # The file of `data advantages` that says which steps were better than expected, for --data.label indicator; None:
+    # all were, as in demonstrations.
+    advantages: str | None = None
     # Held-out episodes are those of this dataset, with the same robot, instead of a fraction of this one's.
     validation: Annotated[SourceConfig | None, tyro.conf.AvoidSubcommands] = None
 
@@ -77,6 +83,11 @@ class DataConfig(Data):
     text_lengths: int = at_least(1, 3)
     # What robots of a mixture may differ in: the dims of actions, or of states, by name and order; the control rate.
     may_differ: tuple[Difference, ...] = ()
+    # What else is learned of each step: the return of its episode from there on, by a value function
+    # (ReturnDistribution); or whether it was better than expected, by a policy (AdvantageConditionedFlow).
+    label: Literal["return", "indicator"] | None = None
+    # What a failed episode costs in its return, in lengths of the task's longest episode.
+    failure_cost: float = at_least(0, 1.0)
     # Never access the hub (HF_HUB_OFFLINE=1 does the same).
     offline: bool = False
     # Norm stats of datasets with more samples than this are computed from this many, evenly spread.
@@ -102,6 +113,13 @@ class DataConfig(Data):
                 f"--data.validation-fraction {self.validation_fraction} must lie in [0, 1); 0 holds nothing out"
             )
         for number, dataset in enumerate(self.datasets):
+            if dataset.advantages is not None and self.label != "indicator":
+                problems.append(f"--data.datasets.{number}.advantages is read with --data.label indicator only")
+            if dataset.advantages is not None and dataset.validation is not None:
+                problems.append(
+                    f"--data.datasets.{number}.advantages says nothing of --data.datasets.{number}.validation: leave "
+                    "that out, and a fraction of this dataset is held out"
+                )
             try:
                 _ = dataset.robot.delta_mask
             except ValueError as error:
@@ -142,7 +160,9 @@ class DataConfig(Data):
         return is_ready(self, request)
 
     def batch_spec(self, model: RowModel, batch_size: int) -> Any:
-        return model.rows.batch_spec(batch_size, self.cameras)
+        from openpi_train.data.robot.opened import labelled  # which imports this module
+
+        return labelled(model.rows.batch_spec(batch_size, self.cameras), self.label)
 
     def open(self, request: OpeningRequest) -> OpenedData:
         from openpi_train.data.robot.opened import open_run_data  # which imports this module

@@ -21,6 +21,7 @@ from openpi_train.data.core.source import Source, SourceConfig
 from openpi_train.data.core.text_lengths import TextLengths, choose_lengths, rounded, shares_of_rows
 from openpi_train.data.robot.chunk_tokens import chunk_tokens
 from openpi_train.data.robot.config import DataConfig, Dataset
+from openpi_train.data.robot.labels import Indicator, Labels, Returns, longest_episodes
 from openpi_train.data.robot.mixed_robots import of_rates
 from openpi_train.data.robot.norm_stats import assets, mean_action
 from openpi_train.data.robot.normalize import Form, NormStats, norm_stats_json
@@ -48,6 +49,8 @@ class OpenedDatasets(OpenedData):
 
     # Whose rows these are; None if not opened for a run.
     model: RowModel | None = None
+    # What rows are labelled with (`DataConfig.label`).
+    label: str | None = None
     train: Rows
     validation: Rows | None
     norm_stats: Mapping[str, Mapping[str, NormStats]]
@@ -80,7 +83,8 @@ class OpenedDatasets(OpenedData):
         """One spec for each text length that batches can have (`core/text_lengths.py`)."""
         assert self.model is not None
         lengths = self.train.text.lengths if self.train.text else (self.text_length,)
-        return [self.model.rows.batch_spec(batch_size, self.cameras, length) for length in lengths]
+        specs = [self.model.rows.batch_spec(batch_size, self.cameras, length) for length in lengths]
+        return [labelled(spec, self.label) for spec in specs]
 
     def held_out(self, num_rows: int, batch_size: int, sharding: "Sharding") -> list[Any]:
         if self.validation is None:
@@ -180,7 +184,7 @@ def open_data(
     form = config.normalization or normalization
     train = open_windows(config, shape) if windows is None else list(windows)
     stats = {asset.name: asset.stats() for asset in assets(config, train, assets_dir)}
-    spec = row_spec(batch_spec(1, config.cameras))
+    spec = row_spec(labelled(batch_spec(1, config.cameras), config.label))
 
     def rows(windows: Sequence[Windows], seed: int) -> Rows | None:
         members = [(window, dataset) for window, dataset in zip(windows, config.datasets, strict=True) if len(window)]
@@ -207,6 +211,7 @@ def open_data(
     validation = rows([window.in_split("validation") for window in train], _VALIDATION_SEED)
     opened = OpenedDatasets(
         num_samples=training.num_samples,
+        label=config.label,
         train=training,
         validation=validation,
         norm_stats=stats,
@@ -254,7 +259,8 @@ def in_text_lengths(
     )
     if lengths == (longest,):
         return data
-    shorter = {length: row_spec(model.rows.batch_spec(1, data.cameras, length)) for length in lengths}
+    specs = {length: model.rows.batch_spec(1, data.cameras, length) for length in lengths}
+    shorter = {length: row_spec(labelled(spec, data.label)) for length, spec in specs.items()}
     train = rows.in_lengths(TextLengths(lengths=lengths, tokens=tuple(tokens)), shorter)
     return dataclasses.replace(data, train=train)
 
@@ -288,7 +294,9 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
         return (source.skipping_bad_records() if skip else source).open()
 
     sources = [opened(dataset.source) for dataset in config.datasets]
+    held_out = [None if one.validation is None else opened(one.validation) for one in config.datasets]
     _check_rates(config, sources)
+    labels = _labels(config, sources, held_out)
     windows = []
     for number, (dataset, source) in enumerate(zip(config.datasets, sources, strict=True)):
         with of_dataset(number):
@@ -301,10 +309,24 @@ def open_windows(config: DataConfig, shape: WindowShape) -> list[Windows]:
                     prompt=dataset.prompt,
                     skip_unlabeled=dataset.skip_unlabeled,
                     only=dataset.only,
-                    held_out=None if dataset.validation is None else opened(dataset.validation),
+                    held_out=held_out[number],
+                    labels=labels[number],
                 )
             )
     return windows
+
+
+def _labels(config: DataConfig, sources: Sequence[Source], held_out: Sequence[Source | None]) -> list[Labels | None]:
+    """What labels the rows of each dataset."""
+    datasets = config.datasets
+    if config.label is None:
+        return [None] * len(datasets)
+    if config.label == "indicator":
+        return [Indicator(file=dataset.advantages) for dataset in datasets]
+    prompts = [dataset.prompt for dataset in datasets]
+    known = [*zip(sources, prompts, strict=True), *zip(held_out, prompts, strict=True)]
+    longest = longest_episodes([(source, prompt) for source, prompt in known if source is not None])
+    return [Returns(success=one.success, failure_cost=config.failure_cost, longest=longest) for one in datasets]
 
 
 def _check_rates(config: DataConfig, sources: Sequence[Source]) -> None:
@@ -327,6 +349,18 @@ def prompts(windows: Sequence[Windows]) -> list[tuple[str, int]]:
     """Every instruction of these datasets, with the number of state dims of its robot."""
     parts = [window.in_split("validation") for window in windows if window.held_out is not None]
     return [(text, len(window.robot.state_names)) for window in (*windows, *parts) for text in window.prompts]
+
+
+def labelled(spec: "ActionBatch", label: str | None) -> "ActionBatch":
+    """A model's batch spec, with the rows' label if there is one."""
+    if label is None:
+        return spec
+    import jax  # only the main process comes here
+
+    from openpi_train.types import action_batch, flatten_rows
+
+    found = jax.ShapeDtypeStruct(spec.actions.shape[:1], np.float32)
+    return action_batch({**flatten_rows(spec), "label": found})
 
 
 def row_spec(spec: "ActionBatch") -> RowSpec:
@@ -362,6 +396,7 @@ def _identity(
             # Only where it changes the rows: earlier runs had no such choice.
             **({"skip_unlabeled": True} if window.prompt_index is not window.source.prompt_index else {}),
             **({} if dataset.only is None else {"only": dataset.only}),
+            **({} if window.labels is None else {"label": window.labels.identity()}),
             "norm_stats": None if dataset.norm_stats is None else _digest(stats[dataset.asset]),
         }
         for window, dataset in members

@@ -16,6 +16,7 @@ import numpy as np
 from openpi_train.data.core.held_out import validation_episodes
 from openpi_train.data.core.instructions import filled, is_blank, unlabeled_episodes
 from openpi_train.data.core.source import Source
+from openpi_train.data.robot.labels import Labels, boolean_feature
 from openpi_train.robots.robot import Robot, Steps
 
 Split = Literal["train", "validation"]
@@ -101,7 +102,8 @@ class Windows:
     Args: `shape` is what the model sees and predicts; `prompt`, if given, replaces the dataset's instructions;
     `held_out`, if given, is the validation split, in place of a fraction of the dataset; `skip_unlabeled` leaves out
     episodes without an instruction, and gives blank steps of others that of a step beside them (None: as the robot);
-    `only` names a boolean feature: windows are placed at steps where it is true, and their chunks end where it ends.
+    `only` names a boolean feature: windows are placed at steps where it is true, and their chunks end where it ends;
+    `labels`, if given, says what else is learned of each step (`labels.py`).
 
     Raises ValueError if the robot asks for columns or cameras that the dataset does not have, if `only` is no boolean
     feature, or if no episode has an instruction and those without are to be left out.
@@ -116,11 +118,14 @@ class Windows:
     held_out: Source | None = None
     skip_unlabeled: bool | None = None
     only: str | None = None
+    labels: Labels | None = None
 
     def __post_init__(self):
         require_cameras(self.robot, self.source.cameras, self._left_out)
         if self.only is not None:
             _require_marks(self.source, self.only)
+        if self.labels is not None:
+            _ = self.label
         if self.source.num_episodes and self.unlabeled.all():
             why = (
                 f"the robot is a {type(self.robot).__name__}" if self.skip_unlabeled is None else "skip_unlabeled is on"
@@ -182,6 +187,12 @@ class Windows:
         """The steps where the feature `only` is true, bool [steps]."""
         assert self.only is not None
         return np.asarray(self.source.columns[self.only], bool).reshape(-1)
+
+    @functools.cached_property
+    def label(self) -> np.ndarray:
+        """The label of each step, float32 [steps]. Raises ValueError if the dataset does not say it."""
+        assert self.labels is not None
+        return self.labels.of(self.source, self.prompt)
 
     @functools.cached_property
     def _run_ends(self) -> np.ndarray:
@@ -247,8 +258,8 @@ class Windows:
         """One sample in the model's units, not yet normalised.
 
         Returns: `image/<slot>` uint8 [(o,) height, width, 3], `image_mask/<slot>` (always True), `state` [(o,) s],
-        `actions` [h, a], `action_mask` [h] and `prompt`; the axis o exists only if the history is longer than 1. Raises
-        BadRecord.
+        `actions` [h, a], `action_mask` [h] and `prompt`, with `labels` also `label`; the axis o exists only if the
+        history is longer than 1. Raises BadRecord.
         """
         step = int(self.starts[sample])
         _, actions, action_mask = self.chunks(np.array([sample]))
@@ -257,7 +268,8 @@ class Windows:
         past = slice(None) if self.shape.history > 1 else 0
         images = {slot: self.source.frames(behind, name)[past] for slot, name in self.robot.cameras.items()}
         row = self.robot.row(images, self.steps.state[behind][past], self.prompt_at(step))
-        return row | {"actions": actions[0], "action_mask": action_mask[0]}
+        row = row | {"actions": actions[0], "action_mask": action_mask[0]}
+        return row if self.labels is None else row | {"label": self.label[step]}
 
     def prompt_at(self, step: int) -> str:
         """The instruction at a control step."""
@@ -286,17 +298,7 @@ def _bounds(ends: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _require_marks(source: Source, name: str) -> None:
-    """Raise ValueError if the source has no feature of this name with one boolean, or 0 or 1, per step."""
+    """Raise ValueError if the source has no boolean feature of this name, or if it is true at no step."""
     flag = "--data.datasets.N.only"
-    if name not in source.columns:
-        found = sorted(one for one, column in source.columns.items() if column.dtype == bool)
-        raise ValueError(
-            f"{flag} {name}: the dataset has no such feature; its boolean ones are {', '.join(found) or '(none)'}"
-        )
-    column = source.columns[name]
-    if column.size != source.num_steps:
-        raise ValueError(f"{flag} {name}: the feature has {list(column.shape[1:])} values per step, not one boolean")
-    if column.dtype != bool and not np.isin(column, (0, 1)).all():
-        raise ValueError(f"{flag} {name}: the feature is {column.dtype} with other values than 0 and 1, not a boolean")
-    if not np.any(column):
+    if not boolean_feature(source, name, flag).any():
         raise ValueError(f"{flag} {name}: the feature is true at no step of the dataset, so there is nothing to learn")

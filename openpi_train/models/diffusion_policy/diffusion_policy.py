@@ -10,13 +10,14 @@ from typing import Any, ClassVar, Literal
 from flax import nnx
 
 from openpi_train.data.robot.windows import WindowShape
-from openpi_train.fields import setting
+from openpi_train.fields import at_least, setting
 from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.diffusion_policy.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
-from openpi_train.models.model_config import Base, below_one, check_critic
+from openpi_train.models.model_config import Base, below_one, check_critic, check_indicator, check_return_bins
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
+from openpi_train.nn.return_head import ReturnHead
 from openpi_train.nn.value_head import ValueHead
 from openpi_train.parallel.remat import Remat, RematChoice
 
@@ -28,7 +29,9 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     `action_horizon` actions begin with the first of the observed steps.
     """
 
-    provides: ClassVar[frozenset[str]] = frozenset({"denoise", "velocity", "sample", "value"})
+    provides: ClassVar[frozenset[str]] = frozenset(
+        {"denoise", "velocity", "sample", "indicator", "value", "return_logits"}
+    )
     remat_policies: ClassVar[tuple[Remat, ...]] = ("none",)
 
     # Type of the activations. Parameters, norms, the condition and the last layer are float32.
@@ -72,9 +75,15 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
     diffusion_step_embed_dim: int = 128
     # The diffusion step that corresponds to flow matching's time 1.
     num_diffusion_steps: int = 100
+    # Velocities can be told whether their chunk is better than expected, by two learned vectors that are added to the
+    # diffusion step's encoding (with AdvantageConditionedFlow or IndicatorFlow). A start may lack them.
+    indicator: bool = False
     # A head says what the policy will earn, for RL with a critic (PolicyGradient with a value_weight above 0). A start
     # may lack it.
     critic: bool = False
+    # A head says how likely each of so many returns is (ReturnDistribution; RECAP has 201); 0: there is none. A start
+    # may lack it.
+    return_bins: int = at_least(0, 0)
 
     def problems(self) -> list[str]:
         problems = super().problems() + below_one(self, "n_obs_steps", "n_action_steps")
@@ -126,27 +135,36 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
         return {"unet": self.unet, "transformer": self.transformer, "mlp": self.mlp}[self.denoiser]
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
-        return super().check_objective(name, needs) + check_critic(self.critic, name, needs)
+        return [
+            *super().check_objective(name, needs),
+            *check_indicator(self.indicator, name, needs),
+            *check_critic(self.critic, name, needs),
+            *check_return_bins(self.return_bins, name, needs),
+        ]
 
     @property
     def base(self) -> Base | None:
-        """The same model without the critic, whose values start at 0."""
-        return Base(model=self.without_critic()) if self.critic else None
+        """The same model without the indicator, whose vectors start at 0, and without heads for values."""
+        plain = dataclasses.replace(self.without_critic(), indicator=False)
+        return None if plain == self else Base(model=plain)
 
     def without_critic(self) -> "DiffusionPolicyConfig":
-        return dataclasses.replace(self, critic=False)
+        return dataclasses.replace(self, critic=False, return_bins=0)
 
     def build(self, rngs: nnx.Rngs) -> DiffusionPolicy:
         names = ["shared"] if self.share_encoder and self.cameras else self.cameras
         sizes: dict[str, Any] = {"widths": self.encoder_widths, "num_keypoints": self.num_keypoints}
         encoders = {name: ResNet18(self.pooling, **sizes, dtype=self.compute.dtype, rngs=rngs) for name in names}
+        denoiser, seen = self.network.build(self, rngs), self.n_obs_steps * self.condition_width
         return DiffusionPolicy(
             encoders,
-            self.network.build(self, rngs),
+            denoiser,
             num_diffusion_steps=self.num_diffusion_steps,
             num_instructions=len(self.instructions),
             image_mean=self.image_mean,
             image_std=self.image_std,
             relu_features=self.relu_features,
-            value_head=ValueHead(self.n_obs_steps * self.condition_width, rngs) if self.critic else None,
+            indicator_width=denoiser.step_width if self.indicator else None,
+            value_head=ValueHead(seen, rngs) if self.critic else None,
+            return_head=ReturnHead(seen, self.return_bins, rngs) if self.return_bins else None,
         )

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from openpi_train.fields import at_least
 from openpi_train.models import prompted
-from openpi_train.models.model_config import Base, below_one, check_critic
+from openpi_train.models.model_config import Base, below_one, check_critic, check_indicator, check_return_bins
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
@@ -28,7 +29,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     """
 
     provides: ClassVar[frozenset[str]] = frozenset(
-        {"velocity", "sample", "insulation", "indicator", "action_times", "value"}
+        {"velocity", "sample", "insulation", "indicator", "action_times", "value", "return_logits"}
     )
 
     # pi0.5: the flow time modulates the action expert's norms, and the prompt contains the state.
@@ -42,11 +43,14 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     # Whether the prompt contains the discretised state; None: the same as `pi05`.
     discrete_state_input: bool | None = None
     # Velocities can be told whether their chunk is better than expected, by two learned vectors that are added to the
-    # action tokens (with the objective IndicatorFlow, as in tabletop_few_indicator). A start may lack them.
+    # action tokens (with IndicatorFlow, as in tabletop_few_indicator, or AdvantageConditionedFlow). A start may lack them.
     indicator: bool = False
     # A head says what the policy will earn, for RL with a critic (PolicyGradient with a value_weight above 0). A start
     # may lack it.
     critic: bool = False
+    # A head says how likely each of so many returns is (ReturnDistribution; RECAP has 201); 0: there is none. A start
+    # may lack it.
+    return_bins: int = at_least(0, 0)
     # Stop gradients from the action expert into the language model, which learns to predict the chunk as FAST
     # tokens
     # (with the objective InsulatedFlow, as in pi05_bridge_insulated).
@@ -144,6 +148,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
             adaptive=self.pi05,
             indicator=self.indicator,
             critic=self.critic,
+            return_bins=self.return_bins,
             insulated=self.knowledge_insulation,
             dtype=compute.dtype,
             remat=compute.remat,
@@ -158,9 +163,9 @@ class Pi0Config(prompted.GemmaPolicyConfig):
                 f"--model.knowledge-insulation with objective {name}: the gradient does not reach the language model, "
                 "which nothing would train; use InsulatedFlow (as pi05_bridge_insulated does), or leave the flag out"
             )
-        if "indicator" in needs and not self.indicator:
-            problems.append(f"objective {name} tells the model how good a chunk was: give --model.indicator")
+        problems += check_indicator(self.indicator, name, needs)
         problems += check_critic(self.critic, name, needs)
+        problems += check_return_bins(self.return_bins, name, needs)
         if "insulation" in needs and not self.knowledge_insulation:
             problems.append(
                 f"objective {name} trains the language model by action tokens, which rows have only with "
@@ -170,8 +175,8 @@ class Pi0Config(prompted.GemmaPolicyConfig):
 
     @property
     def base(self) -> Base | None:
-        """The same model without the indicator, whose vectors start at 0, and without the critic, whose values do."""
-        plain = dataclasses.replace(self, indicator=False, critic=False)
+        """The same model without the indicator, whose vectors start at 0, and without heads for values."""
+        plain = dataclasses.replace(self, indicator=False, critic=False, return_bins=0)
         return None if plain == self else Base(model=plain)
 
     @property

@@ -20,6 +20,7 @@ from openpi_train.models.prompted import causal_tokens, embed_prefix
 from openpi_train.nn.attention import Attention, block_mask, order_mask
 from openpi_train.nn.gemma import Cache, Gemma
 from openpi_train.nn.gemma_sizes import GemmaConfig
+from openpi_train.nn.return_head import ReturnHead
 from openpi_train.nn.siglip import Siglip, SiglipConfig
 from openpi_train.nn.sincos import sincos_encoding
 from openpi_train.nn.value_head import ValueHead
@@ -51,6 +52,7 @@ class Pi0(nnx.Module):
             the same whatever is told, and no token changes its place, as it would with one more token. The vectors
             begin at 0, so weights that were trained without them give the same velocities.
         critic: there is a head for values, which reads the mean of the prefix's valid tokens, and the state.
+        return_bins: a head of this many returns reads the same; 0: there is none.
         insulated: no gradient flows from the action expert into the language expert (`objectives/insulated_flow.py`).
         dtype: type of the activations; flow time, state and action projections are float32 always.
         remat, attention: how the backward pass and attention are computed; no result depends on it.
@@ -69,6 +71,7 @@ class Pi0(nnx.Module):
         adaptive: bool,
         indicator: bool = False,
         critic: bool = False,
+        return_bins: int = 0,
         insulated: bool = False,
         dtype: DTypeLike,
         remat: Remat,
@@ -106,6 +109,8 @@ class Pi0(nnx.Module):
             self.indicator = nnx.Param(jnp.zeros((NUM_TOLD, width)))
         if critic:
             self.value_head = ValueHead(language.width + action_dim, rngs)
+        if return_bins:
+            self.return_head = ReturnHead(language.width + action_dim, return_bins, rngs)
 
     def leave_fixed(self, groups: Collection[str]) -> None:
         """With a fixed backbone the prefix has no backward pass."""
@@ -150,16 +155,21 @@ class Pi0(nnx.Module):
         return self.read_out(result["action"], noisy_actions.shape)
 
     def value(self, observation: Observation) -> Float[Array, " b"]:
-        """What the critic expects from here on, float32; with `critic` only.
+        """What the critic expects from here on, float32; with `critic` only."""
+        return self.value_head(self._pooled(observation))
 
-        As RLinf's `mean_token` of the language model's outputs. The state, which pi0 reads behind the prefix only, is
-        beside it.
-        """
+    def return_logits(self, observation: Observation) -> Float[Array, "b bins"]:
+        """How likely each return is from here on, float32 logits; with `return_bins` only."""
+        return self.return_head(self._pooled(observation))
+
+    def _pooled(self, observation: Observation) -> Float[Array, "b d"]:
+        """The mean of the language model's outputs on the prefix, as RLinf's `mean_token`, beside the state, which pi0
+        reads behind the prefix only."""
         tokens, mask, positions, visible = self.prefix(observation)
         outputs, _ = self.transformer.with_keys_and_values({"language": tokens}, positions, mask)
         weights = visible / jnp.maximum(visible.sum(axis=1, keepdims=True), 1)  # b p
         mean = jnp.einsum("bp,bpd->bd", weights.astype(jnp.float32), outputs["language"].astype(jnp.float32))
-        return self.value_head(jnp.concatenate([mean, observation.state], axis=-1))
+        return jnp.concatenate([mean, observation.state], axis=-1)
 
     def velocity_and_log_probs(
         self, observation: Observation, noisy_actions: Float[Array, "b r h a"], time: Float[Array, "b r *each"]
