@@ -128,7 +128,7 @@ def stats(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """`data sample|prepare|collect|index|check|inspect|repack|merge|convert|fit-fast`: make and check datasets."""
+    """`data sample|prepare|collect|index|check|inspect|repack|merge|convert|fit-fast|advantages`: datasets."""
     from openpi_train.tools.data import main
 
     return main(argv, parse_experiment)

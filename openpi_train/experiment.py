@@ -335,10 +335,7 @@ class Experiment:
         needed, given = self.objective.label, self.data.label if isinstance(self.data, DataConfig) else None
         name = type(self.objective).__name__
         if needed != given:
-            flag = "--data.label None" if needed is None else f"--data.label {needed}"
-            return [
-                f"objective {name} learns {needed or 'nothing'} of each row, and --data.label is {given}: give {flag}"
-            ]
+            return [f"objective {name} needs --data.label {needed}, and it is {given}"]
         if needed == "return" and isinstance(self.eval, EvalConfig):
             return [
                 f"objective {name} trains no actions, and eval measures them: give the experiment "

@@ -57,7 +57,8 @@ class DenoisingMlp(nnx.Module):
         condition: Float[Array, "n ..."],
         added: Float[Array, "n d"] | None = None,
     ) -> Float[Array, "n h a"]:
-        """`condition` is flattened; `step` is the diffusion step, to whose encoding `added` is added. The result is float32."""
+        """`condition` is flattened; `step` is the diffusion step, to whose encoding `added` is added. The result is
+        float32."""
         parts = [noisy, encode_step(step, self.step_width, added), condition]
         x = self.inputs(jnp.concatenate([part.reshape(len(part), -1) for part in parts], axis=-1))
         for layer in self.layers:

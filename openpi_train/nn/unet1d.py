@@ -130,7 +130,8 @@ class ConditionalUnet1d(nnx.Module):
         condition: Float[Array, "n ..."],
         added: Float[Array, "n d"] | None = None,
     ) -> Float[Array, "n h a"]:
-        """`condition` is flattened; `step` is the diffusion step, to whose encoding `added` is added. The result is float32."""
+        """`condition` is flattened; `step` is the diffusion step, to whose encoding `added` is added. The result is
+        float32."""
         if noisy.shape[1] % self.shortest:
             raise ValueError(
                 f"a horizon of {noisy.shape[1]} steps cannot be halved {len(self.shorten)} times; use a multiple of "

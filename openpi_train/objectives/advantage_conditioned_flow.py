@@ -54,9 +54,9 @@ class AdvantageConditionedFlow(Objective):
     ) -> tuple[Float[Array, ""], Metrics]:
         """This micro-batch's share of the mean squared velocity error, and of the rows that are better, or worse."""
         assert keys is not None, "flow matching draws noise: it needs one key per row"
-        assert batch.label is not None, "the experiment has checked that the data have an indicator"
         network: Network = model
         batch = augmented(batch, self.flow.used_augmentation, keys if train else None)
+        assert batch.label is not None, "the experiment has checked that the data have an indicator"
         noise, time = self.flow.draw(batch, keys)
         noisy, wanted = self.flow.path(batch.actions, noise, time)
         known = batch.label.astype(jnp.int32)

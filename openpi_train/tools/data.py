@@ -1,9 +1,9 @@
 """The `data` verb: write a `sample`, `prepare` the embedded dataset, `collect` demonstrations, build an `index`,
-`check`, `inspect`, `repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer.
+`check`, `inspect`, `repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer, `advantages` of steps.
 
 Each is a class: its fields are the flags, `run` executes it. Read next: `sample_data.py`, `data/make/embedded.py`,
 `collect.py`, `check_data.py`, `inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`,
-`data/make/convert.py`, `fit_fast.py`.
+`data/make/convert.py`, `fit_fast.py`, `advantages.py`.
 """
 
 import abc
@@ -445,8 +445,41 @@ class FitFast(DataRequest):
         print(fit(experiment, out, vocab_size=self.vocab_size, scale=self.scale, max_chunks=self.max_chunks))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advantages(DataRequest):
+    """Say which steps of stored episodes were better than a value function expects (RECAP).
+
+    Writes a parquet file for each dataset of the value function's run: value, advantage, and whether it is better. The
+    datasets are not changed. A policy reads a file with --data.datasets.N.advantages FILE.
+    """
+
+    # The run of a value function, such as checkpoints/fetch_reach_value/x, or a checkpoint of it.
+    run_of_values: Annotated[Path, Positional, arg(name="run", metavar="RUN")]
+    # Folder for the files.
+    out: Path
+    # Control steps whose rewards are counted before the next value; None: all until the episode's end.
+    lookahead: int | None = at_least(1, 50)
+    # Share of each task's steps that are better.
+    share: float = 0.4
+    # A boolean feature that is true at steps that are always better, such as is_intervention.
+    always: str | None = None
+    # Observations at a time.
+    batch_size: int = at_least(1, 64)
+
+    def check(self) -> list[str]:
+        """A sentence for a share that is none."""
+        return [] if 0 < self.share < 1 else [f"--share {self.share} must be between 0 and 1"]
+
+    def run(self, experiment: "Experiment | None") -> None:
+        from openpi_train.tools.advantages import judge
+
+        given = {name: getattr(self, name) for name in ("lookahead", "share", "always", "batch_size")}
+        for judged in judge(self.run_of_values, self.out, **given):
+            print("\n".join(judged.lines()))
+
+
 # tyro makes a subcommand of each.
-AnyDataRequest = Sample | Prepare | Collect | Index | Check | Inspect | Repack | Merge | Convert | FitFast
+AnyDataRequest = Sample | Prepare | Collect | Index | Check | Inspect | Repack | Merge | Convert | FitFast | Advantages
 
 
 def main(argv: Sequence[str], parse_experiment: Callable[[str, Sequence[str]], Any]) -> int:

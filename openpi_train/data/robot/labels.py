@@ -7,7 +7,7 @@ For RECAP (Physical Intelligence 2025, "pi*0.6: a VLA that learns from experienc
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -93,10 +93,10 @@ def episode_tasks(source: Source, prompt: str | None = None) -> list[str]:
     if prompt is not None:
         return [prompt] * source.num_episodes
     firsts = np.asarray(source.episode_ends) - np.diff(source.episode_ends, prepend=0)
-    return [source.prompts[number] for number in np.asarray(source.prompt_index)[firsts].tolist()]
+    return [str(source.prompts[number]) for number in np.asarray(source.prompt_index)[firsts].tolist()]
 
 
-def longest_episodes(sources: "list[tuple[Source, str | None]]") -> dict[str, int]:
+def longest_episodes(sources: Sequence[tuple[Source, str | None]]) -> dict[str, int]:
     """The control steps of the longest episode of each task in these datasets, each with its `prompt`."""
     longest: dict[str, int] = {}
     for source, prompt in sources:

@@ -43,7 +43,8 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     # Whether the prompt contains the discretised state; None: the same as `pi05`.
     discrete_state_input: bool | None = None
     # Velocities can be told whether their chunk is better than expected, by two learned vectors that are added to the
-    # action tokens (with IndicatorFlow, as in tabletop_few_indicator, or AdvantageConditionedFlow). A start may lack them.
+    # action tokens (with IndicatorFlow, as in tabletop_few_indicator, or AdvantageConditionedFlow). A start may lack
+    # them.
     indicator: bool = False
     # A head says what the policy will earn, for RL with a critic (PolicyGradient with a value_weight above 0). A start
     # may lack it.
