@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 class Judged:
     """A dataset's values, advantages and indicator, and the file that holds them."""
 
-    name: str
     path: Path
     windows: Windows
     values: np.ndarray
@@ -114,11 +113,10 @@ def judge(
         boolean_feature(some[0].source, always, "--always")  # says which there are
     better = better_steps(advantages, [_tasks(one) for one in some], marked, share)
     found = []
-    for name, *parts in zip(names, some, values, advantages, better, strict=True):
-        judged = Judged(name, out / f"{name}.parquet", *parts)
-        source, indicator = judged.windows.source, judged.better.is_better
-        write_advantages(judged.path, source, judged.windows.label, judged.values, judged.advantages, indicator)
-        found.append(judged)
+    for place, name in enumerate(names):
+        path, one, marks = out / f"{name}.parquet", some[place], better[place]
+        write_advantages(path, one.source, one.label, values[place], advantages[place], marks.is_better)
+        found.append(Judged(path, one, values[place], advantages[place], marks))
     return found
 
 
