@@ -104,13 +104,9 @@ def judge(
         for one, seen in zip(some, values, strict=True)
     ]
     marked = [
-        np.zeros(one.source.num_steps, bool)
-        if always is None or always not in one.source.columns
-        else boolean_feature(one.source, always, "--always")
+        np.zeros(one.source.num_steps, bool) if always is None else boolean_feature(one.source, always, "--always")
         for one in some
     ]
-    if always is not None and not any(always in one.source.columns for one in some):
-        boolean_feature(some[0].source, always, "--always")  # says which there are
     better = better_steps(advantages, [_tasks(one) for one in some], marked, share)
     found = []
     for place, name in enumerate(names):

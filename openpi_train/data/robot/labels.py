@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from openpi_train.data.core.source import Source
+from openpi_train.data.core.source import Source, column_name, stored_name
 from openpi_train.data.robot.advantage_file import digest, read_indicator
 from openpi_train.json_object import JsonObject
 
 # Values of an indicator, as `sampling/indicator.py` has them.
 BETTER, WORSE = 1, 2
-# What a dataset says of its episodes' ends, in LeRobot's names.
-_SUCCESS, _REWARD = "next.success", "next.reward"
+# What a dataset says of its steps' results, in LeRobot's names (`next.success`).
+_SUCCESS, _REWARD = "next/success", "next/reward"
 # In place of a feature: all episodes succeeded.
 ALL = "all"
 
@@ -118,19 +118,23 @@ def episode_successes(source: Source, feature: str | None) -> np.ndarray:
         return np.ones(len(ends), bool)
     if feature is None and _SUCCESS not in source.columns and _REWARD in source.columns:
         return np.asarray(source.columns[_REWARD]).reshape(source.num_steps, -1)[ends - 1, 0] > 0
-    marks = boolean_feature(source, feature or _SUCCESS, "--data.datasets.N.success")
+    marks = boolean_feature(source, feature or stored_name(_SUCCESS), "--data.datasets.N.success")
     totals = np.concatenate([[0], np.cumsum(marks)])
     return np.diff(totals[ends], prepend=0) > 0
 
 
 def boolean_feature(source: Source, name: str, flag: str) -> np.ndarray:
-    """A feature with one boolean, or 0 or 1, per step, bool [steps]. Raises ValueError, with the flag that names it."""
-    if name not in source.columns:
+    """A feature with one boolean, or 0 or 1, per step, bool [steps]; its name may have dots, as LeRobot writes it.
+
+    Raises ValueError, with the flag that names it.
+    """
+    key = name if name in source.columns else column_name(name)
+    if key not in source.columns:
         found = sorted(one for one, column in source.columns.items() if column.dtype == bool)
         raise ValueError(
             f"{flag} {name}: the dataset has no such feature; its boolean ones are {', '.join(found) or '(none)'}"
         )
-    column = source.columns[name]
+    column = source.columns[key]
     if column.size != source.num_steps:
         raise ValueError(f"{flag} {name}: the feature has {list(column.shape[1:])} values per step, not one boolean")
     if column.dtype != bool and not np.isin(column, (0, 1)).all():

@@ -21,6 +21,8 @@ from openpi_train.robots.robot import Robot, Steps
 
 Split = Literal["train", "validation"]
 
+_ONLY = "--data.datasets.N.only"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowShape:
@@ -186,7 +188,7 @@ class Windows:
     def _marks(self) -> np.ndarray:
         """The steps where the feature `only` is true, bool [steps]."""
         assert self.only is not None
-        return np.asarray(self.source.columns[self.only], bool).reshape(-1)
+        return boolean_feature(self.source, self.only, _ONLY)
 
     @functools.cached_property
     def label(self) -> np.ndarray:
@@ -299,6 +301,5 @@ def _bounds(ends: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def _require_marks(source: Source, name: str) -> None:
     """Raise ValueError if the source has no boolean feature of this name, or if it is true at no step."""
-    flag = "--data.datasets.N.only"
-    if not boolean_feature(source, name, flag).any():
-        raise ValueError(f"{flag} {name}: the feature is true at no step of the dataset, so there is nothing to learn")
+    if not boolean_feature(source, name, _ONLY).any():
+        raise ValueError(f"{_ONLY} {name}: the feature is true at no step of the dataset, so there is nothing to learn")
