@@ -66,8 +66,8 @@ def with_guidance(sampler: ActionSampler, guidance: float) -> FlowSampler:
     """`sampler` with another guidance by the model's indicator. Raises UsageError if its model has none."""
     if not isinstance(sampler, FlowSampler) or sampler.guidance is None:
         raise UsageError(
-            f"guidance {guidance:g} is for policies that are told how good a chunk was (objective IndicatorFlow), and "
-            "this one is not: leave --guidance out"
+            f"guidance {guidance:g} is for policies that are told how good a chunk was (objective IndicatorFlow or "
+            "AdvantageConditionedFlow), and this one is not: leave --guidance out"
         )
     if problems := check_guidance("--guidance", guidance):
         raise UsageError(problems[0])

@@ -26,7 +26,7 @@ def stored(tmp_path_factory):
         home / "own",
         fps=25,
         features={
-            "observation.state": {"dtype": "float32", "shape": (16,), "names": None},
+            "state": {"dtype": "float32", "shape": (16,), "names": None},
             "action": {"dtype": "float32", "shape": (4,), "names": None},
             "next.success": {"dtype": "bool", **single},
             "is_intervention": {"dtype": "bool", **single},
@@ -36,7 +36,7 @@ def stored(tmp_path_factory):
         steps = np.arange(10 + episode % 3)
         writer.add_episode(
             {
-                "observation.state": random.normal(size=(len(steps), 16)).astype(np.float32),
+                "state": random.normal(size=(len(steps), 16)).astype(np.float32),
                 "action": random.normal(size=(len(steps), 4)).astype(np.float32),
                 "next.success": (steps == steps[-1]) & (episode % 2 == 0),
                 "is_intervention": (steps < 3) & (episode == 5),
