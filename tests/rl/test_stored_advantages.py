@@ -30,9 +30,7 @@ def by_hand(lookahead):
 
 @pytest.mark.parametrize("lookahead", [1, 3, 100, None])
 def test_an_advantage_is_the_sum_of_rewards_and_the_next_value(lookahead):
-    returns = np.concatenate(
-        [np.cumsum(rewards_of(*one)[::-1])[::-1] for one in zip(LENGTHS, IS_SUCCESS, strict=True)]
-    )
+    returns = np.concatenate([np.cumsum(rewards_of(*one)[::-1])[::-1] for one in zip(LENGTHS, IS_SUCCESS, strict=True)])
     np.testing.assert_allclose(lookahead_advantages(returns, VALUES, ENDS, lookahead), by_hand(lookahead), atol=1e-12)
 
 

@@ -50,9 +50,11 @@ def explain(pi05: bool, missing: list[str], extra: list[str], misshapen: list[st
     """Advice for a checkpoint that does not fit a pi0 (or, with `pi05`, a pi0.5)."""
     found = []
     if "indicator" in extra:
-        found.append("the checkpoint was told how good chunks were (objective IndicatorFlow): give --model.indicator")
+        found.append("the checkpoint was told how good chunks were (by an indicator): give --model.indicator")
     if any(name.startswith("value_head/") for name in extra):
         found.append("the checkpoint has a critic (RL by PPO): give --model.critic")
+    if any(name.startswith("return_head/") for name in extra):
+        found.append("the checkpoint is a value function's (ReturnDistribution): give --model.return-bins 201")
     own, other = ("pi0.5", "pi0") if pi05 else ("pi0", "pi0.5")
     if any(name.startswith(_TIME_MLP[own]) for name in missing) and any(
         name.startswith(_TIME_MLP[other]) for name in extra

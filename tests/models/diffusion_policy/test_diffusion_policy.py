@@ -356,3 +356,48 @@ def test_a_critic_says_0_at_first_and_sends_no_gradient_back():
     np.testing.assert_allclose(merge_module(graph, params).value(seen), x[:, 0], rtol=1e-4, atol=1e-5)
     gradient = jax.grad(lambda params: merge_module(graph, params).value(seen).sum())(params)
     assert {path for path, leaf in gradient.items() if np.asarray(leaf).any()} == added
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("denoiser", ["unet", "transformer", "mlp"])
+def test_what_a_draw_is_told_adds_a_vector_that_begins_at_0(denoiser):
+    """What is told nothing has the velocity of a policy without an indicator, with the same other parameters."""
+    plain = dataclasses.replace(CONFIG, denoiser=denoiser)
+    config = dataclasses.replace(plain, indicator=True)
+    assert config.base.model == plain
+    module = config.build(nnx.Rngs(0))
+    graph, params, of_plain = nnx.graphdef(module), module_params(module), nnx.graphdef(plain.build(nnx.Rngs(0)))
+    shape = params["indicator"].shape
+    assert not np.asarray(params["indicator"]).any() and shape[0] == 2
+    begun = {**params, "indicator": jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)}
+    batch = rows()
+    noisy = jnp.repeat(batch.actions[:, None], 3, axis=1)
+    time, told = jnp.full((ROWS, 3), 0.5), jnp.tile(jnp.arange(3), (ROWS, 1))
+    old = {path: leaf for path, leaf in params.items() if path != "indicator"}
+    expected = merge_module(of_plain, old).velocity(batch.observation, noisy, time)
+    found = {name: merge_module(graph, of).velocity(batch.observation, noisy, time, told)
+             for name, of in {"at first": params, "later": begun}.items()}  # fmt: skip
+    np.testing.assert_allclose(found["at first"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["later"][:, 0], expected[:, 0], rtol=1e-5, atol=1e-6)
+    assert min(np.abs(found["later"][:, one] - expected[:, 0]).max() for one in (1, 2)) > 1e-4
+    assert np.abs(found["later"][:, 1] - found["later"][:, 2]).max() > 1e-4
+
+
+def test_a_head_for_returns_learns_what_the_condition_is_from():
+    """Its logits are those of an MLP of the condition, and unlike a critic's gradient theirs reaches the encoders."""
+    plain, config = CONFIG, dataclasses.replace(CONFIG, return_bins=5)
+    assert config.base.model == plain
+    module = config.build(nnx.Rngs(0))
+    graph, params = nnx.graphdef(module), module_params(module)
+    seen = rows().observation
+    assert (merge_module(graph, params).return_logits(seen) == np.zeros((ROWS, 5))).all()
+    drawn = np.random.default_rng(0).normal(size=(256, 5)).astype(np.float32)
+    params = {**params, "return_head/layer_out/kernel": jnp.asarray(drawn)}
+    x = np.asarray(merge_module(graph, params).context(seen), np.float64).reshape(ROWS, -1)
+    for name in ("layer_in", "layer_mid", "layer_out"):
+        x = x @ np.asarray(params[f"return_head/{name}/kernel"]) + np.asarray(params[f"return_head/{name}/bias"])
+        x = x if name == "layer_out" else x / (1 + np.exp(-x))
+    np.testing.assert_allclose(merge_module(graph, params).return_logits(seen), x, rtol=1e-4, atol=1e-4)
+    gradient = jax.grad(lambda params: merge_module(graph, params).return_logits(seen)[:, 0].sum())(params)
+    parts = {path.partition("/")[0] for path, leaf in gradient.items() if np.asarray(leaf).any()}
+    assert parts == {"return_head", "encoders"}

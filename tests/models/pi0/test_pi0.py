@@ -394,6 +394,28 @@ def test_sizes_that_do_not_fit_are_all_named_at_once():
 
 
 @pytest.mark.slow
+def test_a_head_for_returns_reads_what_a_critic_does_and_teaches_it(tiny):
+    """With the critic's weights it says the same; its gradient reaches the language model and the images."""
+    plain, *_ = tiny
+    config = dataclasses.replace(plain, critic=True, return_bins=1)
+    assert config.base.model == plain
+    graph, params = built(config)
+    critic = {path: leaf for path, leaf in params.items() if path.startswith("value_head/")}
+    params = {**params, **{path.replace("value_head/", "return_head/"): leaf for path, leaf in critic.items()}}
+    seen = observation(config)
+
+    def said(params):
+        module = merge_module(graph, params)
+        return module.value(seen), module.return_logits(seen)
+
+    value, logits = jax.jit(said)(params)
+    np.testing.assert_array_equal(logits[:, 0], value)
+    gradient = jax.jit(jax.grad(lambda params: said(params)[1].sum()))(params)
+    parts = {path.partition("/")[0] for path, leaf in gradient.items() if np.asarray(leaf).any()}
+    assert {"image_encoder", "transformer", "return_head"} <= parts and "value_head" not in parts
+
+
+@pytest.mark.slow
 def test_a_critic_reads_what_the_prefix_says_and_the_state(tiny):
     """Nothing of what is masked; 0 at first; and the policy has no gradient of it."""
     plain, *_ = tiny
