@@ -24,7 +24,8 @@ fetch_reach_value = dataclasses.replace(
     _FEW,
     model=dataclasses.replace(_FEW.model, return_bins=201),
     objective=ReturnDistribution(),
-    data=dataclasses.replace(_FEW.data, datasets=(_OWN,), label="return", validation_fraction=0.1),
+    # All episodes have 50 steps, which a state does not count: what they cost is noise, and only success tells.
+    data=dataclasses.replace(_FEW.data, datasets=(_OWN,), label="return", failure_cost=10.0, validation_fraction=0.1),
     lr_schedule=LRSchedule(warmup_steps=20, peak_lr=1e-3, decay_steps=300, decay_lr=1e-4),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,

@@ -55,5 +55,5 @@ def better_steps(
     found = []
     for of_steps, of_tasks, of_marks in zip(advantages, tasks, always, strict=True):
         limits = np.array([thresholds[task] for task in of_tasks.tolist()])
-        found.append(Better((of_steps > limits) | of_marks, {task: thresholds[task] for task in np.unique(of_tasks)}))
+        found.append(Better((of_steps > limits) | of_marks, {task: thresholds[task] for task in np.unique(of_tasks).tolist()}))
     return found

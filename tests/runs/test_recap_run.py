@@ -72,8 +72,8 @@ def test_advantages_of_a_dataset_train_a_policy_that_acts_by_them(valued, tmp_pa
     file = tmp_path / "own.parquet"
     table = parquet.read_table(file).to_pydict()
     assert table["episode_index"] == np.repeat(np.arange(12), [10, 11, 12] * 4).tolist()
-    # The last steps of the first two episodes, which succeeds and fails: 24 is twice the longest.
-    assert table["return"][9] == 0 and table["return"][20] == pytest.approx(-12 / 24)
+    # The last steps of the first two episodes, which succeed and fail: a failure costs 10 of 11 lengths.
+    assert table["return"][9] == 0 and table["return"][20] == pytest.approx(-10 / 11)
     corrected = [n for n, one in enumerate(table["episode_index"]) if one == 5][:3]
     assert all(table["is_better"][step] for step in corrected)
     better = np.delete(table["is_better"], corrected)
