@@ -26,13 +26,13 @@ fetch_reach_value = dataclasses.replace(
     objective=ReturnDistribution(),
     # All episodes have 50 steps, which a state does not count: what they cost is noise, and only success tells.
     data=dataclasses.replace(_FEW.data, datasets=(_OWN,), label="return", failure_cost=10.0, validation_fraction=0.1),
-    lr_schedule=LRSchedule(warmup_steps=20, peak_lr=1e-3, decay_steps=300, decay_lr=1e-4),
+    lr_schedule=LRSchedule(warmup_steps=20, peak_lr=1e-3, decay_steps=1000, decay_lr=1e-4),
     optimizer=AdamW(b2=0.95),
     ema_decay=None,
-    num_train_steps=300,
-    save_interval=300,
+    num_train_steps=1000,
+    save_interval=1000,
     keep_period=None,
-    eval=Evaluations(interval=100),
+    eval=Evaluations(interval=250),
 )
 """A value function of stored episodes: how likely each of 201 returns is, from states.
 

@@ -5,13 +5,14 @@ import json
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
-from runs.command import losses, openpi_train, train
+from runs.command import ROOT, losses, openpi_train, train
 
 from openpi_train import load_policy
 from openpi_train.data.formats.lerobot import LeRobotWriter
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
+RECAPPING = f"{ROOT}/tests/rl/recapping.py:recapping"
 SHORT = ("--batch-size", "8", "--num-workers", "0", "--log-interval", "1", "--num-train-steps", "2")
 SHORT += ("--save-interval", "2", "--lr-schedule.warmup-steps", "1", "--eval.interval", "0")
 FIXED = ("--model.mlp.width", "32", "--model.mlp.depth", "1")
@@ -81,12 +82,11 @@ def test_advantages_of_a_dataset_train_a_policy_that_acts_by_them(valued, tmp_pa
     assert "correlation of value and return in held-out episodes" in done.stdout
 
     told = ("--dataset", valued / "own", "--data.datasets.0.advantages", file, "--data.datasets.0.norm-stats", "None")
-    skipped = ("--eval.closed-loop.interval", "0", "--eval.closed-loop.env", "no-env")
-    train(tmp_path, "fetch_reach_recap", *told, *SHORT, *FIXED, *skipped)
-    lines = map(json.loads, (tmp_path / "runs/fetch_reach_recap/x/metrics.jsonl").read_text().splitlines())
+    train(tmp_path, RECAPPING, *told, *SHORT, *FIXED)
+    lines = map(json.loads, (tmp_path / "runs/recapping/x/metrics.jsonl").read_text().splitlines())
     found = [line for line in lines if "loss" in line]
     assert len(found) == 2 and all(line["better"] + line["worse"] == pytest.approx(1) for line in found)
-    own, other = (load_policy(tmp_path / "runs/fetch_reach_recap/x", guidance=guidance) for guidance in (None, 2.0))
+    own, other = (load_policy(tmp_path / "runs/recapping/x", guidance=guidance) for guidance in (None, 2.0))
     observation = {"state": np.zeros(16, np.float32), "prompt": "go"}
     chunks = [policy.infer(observation, draw=0)["actions"] for policy in (own, other)]
     assert chunks[0].shape == (8, 4) and not np.array_equal(*chunks)
