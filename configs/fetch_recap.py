@@ -36,7 +36,7 @@ fetch_reach_value = dataclasses.replace(
 )
 """A value function of stored episodes: how likely each of 201 returns is, from states.
 
-Command: python -m openpi_train fetch_reach_value --exp-name x --dataset data/fetch_own
+Command: python -m openpi_train fetch_reach_value --exp-name x
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """
 
