@@ -2,7 +2,7 @@
 
 The value function of RECAP (Physical Intelligence 2025, "pi*0.6: a VLA that learns from experience"). Returns are those
 of the stored episodes (`data/robot/labels.py`); nothing is bootstrapped, so values are those of whoever recorded them.
-Read next: `nn/return_head.py`; `tools/advantages.py`, which makes advantages of the values.
+Read next: `nn/return_head.py`; `tools/label_advantages.py`, which makes advantages of the values.
 """
 
 import dataclasses

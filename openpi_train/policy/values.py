@@ -1,6 +1,6 @@
 """The values of observations by a trained value function (`objectives/return_distribution.py`).
 
-Read next: `tools/advantages.py`, the caller; `sampler.py`, the same for actions.
+Read next: `tools/label_advantages.py`, the caller; `sampler.py`, the same for actions.
 """
 
 import dataclasses

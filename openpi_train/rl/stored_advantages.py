@@ -1,7 +1,7 @@
 """Advantages of stored control steps by a value function, and which of them are better than expected: RECAP.
 
 Physical Intelligence 2025, "pi*0.6: a VLA that learns from experience". Plain numpy. Read next: `advantages.py`, for
-own rollouts; `tools/advantages.py`, the caller.
+own rollouts; `tools/label_advantages.py`, the caller.
 """
 
 import dataclasses
@@ -55,5 +55,7 @@ def better_steps(
     found = []
     for of_steps, of_tasks, of_marks in zip(advantages, tasks, always, strict=True):
         limits = np.array([thresholds[task] for task in of_tasks.tolist()])
-        found.append(Better((of_steps > limits) | of_marks, {task: thresholds[task] for task in np.unique(of_tasks).tolist()}))
+        found.append(
+            Better((of_steps > limits) | of_marks, {task: thresholds[task] for task in np.unique(of_tasks).tolist()})
+        )
     return found

@@ -3,7 +3,7 @@
 
 Each is a class: its fields are the flags, `run` executes it. Read next: `sample_data.py`, `data/make/embedded.py`,
 `collect.py`, `check_data.py`, `inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`,
-`data/make/convert.py`, `fit_fast.py`, `advantages.py`.
+`data/make/convert.py`, `fit_fast.py`, `label_advantages.py`.
 """
 
 import abc
@@ -471,7 +471,7 @@ class Advantages(DataRequest):
         return [] if 0 < self.share < 1 else [f"--share {self.share} must be between 0 and 1"]
 
     def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.tools.advantages import judge
+        from openpi_train.tools.label_advantages import judge
 
         given = {name: getattr(self, name) for name in ("lookahead", "share", "always", "batch_size")}
         for judged in judge(self.run_of_values, self.out, **given):

@@ -8,7 +8,7 @@ A parquet file with a row per control step, in the dataset's order; LeRobot's us
     advantage                            float32
     is_better                            bool, what a policy is told
 
-Read next: `labels.py`, which reads it; `tools/advantages.py`, which writes it.
+Read next: `labels.py`, which reads it; `tools/label_advantages.py`, which writes it.
 """
 
 import hashlib
