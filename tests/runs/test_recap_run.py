@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
-from runs.command import ROOT, losses, openpi_train, train
+from runs.command import losses, openpi_train, train
 
 from openpi_train import load_policy
 from openpi_train.data.formats.lerobot import LeRobotWriter
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-RECAPPING = f"{ROOT}/tests/rl/recapping.py:recapping"
 SHORT = ("--batch-size", "8", "--num-workers", "0", "--log-interval", "1", "--num-train-steps", "2")
 SHORT += ("--save-interval", "2", "--lr-schedule.warmup-steps", "1", "--eval.interval", "0")
 FIXED = ("--model.mlp.width", "32", "--model.mlp.depth", "1")
@@ -81,12 +80,17 @@ def test_advantages_of_a_dataset_train_a_policy_that_acts_by_them(valued, tmp_pa
     assert abs(better.mean() - 0.4) < 1 / len(better) + 1e-9
     assert "correlation of value and return in held-out episodes" in done.stdout
 
+    pytest.importorskip("gymnasium_robotics", reason="in which it acts")
+    acts = ("--eval.closed-loop.interval", "0", "--eval.closed-loop.episodes-per-task", "1")
+    acts += ("--eval.closed-loop.episodes-per-device", "1", "--eval.closed-loop.max-steps", "8")
     told = ("--dataset", valued / "own", "--data.datasets.0.advantages", file, "--data.datasets.0.norm-stats", "None")
-    train(tmp_path, RECAPPING, *told, *SHORT, *FIXED)
-    lines = map(json.loads, (tmp_path / "runs/recapping/x/metrics.jsonl").read_text().splitlines())
+    train(tmp_path, "fetch_reach_recap", *told, *SHORT, *FIXED, *acts)
+    run = tmp_path / "runs" / "fetch_reach_recap" / "x"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "success/all" in line]) == 2
     found = [line for line in lines if "loss" in line]
     assert len(found) == 2 and all(line["better"] + line["worse"] == pytest.approx(1) for line in found)
-    own, other = (load_policy(tmp_path / "runs/recapping/x", guidance=guidance) for guidance in (None, 2.0))
+    own, other = (load_policy(run, guidance=guidance) for guidance in (None, 2.0))
     observation = {"state": np.zeros(16, np.float32), "prompt": "go"}
     chunks = [policy.infer(observation, draw=0)["actions"] for policy in (own, other)]
     assert chunks[0].shape == (8, 4) and not np.array_equal(*chunks)

@@ -15,7 +15,7 @@ from openpi_train.data.robot.windows import WindowShape
 from openpi_train.robots.robot import Robot
 
 # Entries of a training row that a policy does not get.
-_TARGETS = ("actions", "action_mask", "dim_mask")
+_TARGETS = ("actions", "action_mask", "dim_mask", "label")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
     @property
     def base(self) -> Base | None:
         """The same model without the indicator, whose vectors start at 0, and without heads for values."""
-        plain = dataclasses.replace(self, indicator=False, critic=False, return_bins=0)
+        plain = dataclasses.replace(self.without_critic(), indicator=False)
         return None if plain == self else Base(model=plain)
 
     @property
@@ -202,7 +202,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
         return dataclasses.replace(super().without_lora(), action_expert=self.action_expert.without_lora())
 
     def without_critic(self) -> "Pi0Config":
-        return dataclasses.replace(self, critic=False)
+        return dataclasses.replace(self, critic=False, return_bins=0)
 
     def decoder_of(self, path: str) -> GemmaConfig:
         return self.experts["action" if "action" in path.split("/") else "language"]
