@@ -1,9 +1,9 @@
 r"""RECAP on the Fetch arm: a value function of stored episodes, and a policy that is told which steps were better.
 
     python -m openpi_train fetch_reach_ppo --exp-name kept --rl.keep data/fetch_own --rl.num-groups 256 --rl.epochs 1 \
-        --num-train-steps 8 --save-interval 8 --weight-loader.params-path checkpoints/fetch_reach_few/x/150
+        --num-train-steps 4 --save-interval 4 --weight-loader.params-path checkpoints/fetch_reach_few/x
 
-keeps 256 episodes of the half-trained policy. docs/howto/reinforcement_learning.md describes it.
+keeps 256 episodes of a policy that imitates four demonstrations. docs/howto/reinforcement_learning.md describes it.
 """
 
 import dataclasses
@@ -58,9 +58,9 @@ fetch_reach_recap = dataclasses.replace(
     save_interval=300,
     keep_period=None,
 )
-"""The half-trained policy goes on with its own stored episodes, each step of which is better than expected, or worse.
+"""The policy goes on with its own stored episodes, each step of which is better than expected, or worse.
 
 Command: python -m openpi_train fetch_reach_recap --exp-name x
-    --weight-loader.params-path checkpoints/fetch_reach_few/x/150
+    --weight-loader.params-path checkpoints/fetch_reach_few/x
 Hardware: 2 CPU cores. Time and result: not yet measured.
 """

@@ -123,7 +123,7 @@ def summary(names: Sequence[str], errors: Sequence[JsonObject], deviation: np.nd
     return {**found, "overall": overall, "verdict": against_mean_action(*whole).words}
 
 
-def counted(found: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def counted(found: JsonObject, settings: JsonObject) -> str:
     """What was evaluated, in words: of a `summary`, and the request (JSON) that asked for it."""
     number, data, only = len(found["episodes"]), settings.get("data"), settings.get("only")
     episodes = "episode" if number == 1 else "episodes"
