@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (%(default)s)")
     parser.add_argument("--episodes", type=int, default=100, help="initial states (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder in which to keep the runs (default: they are deleted)")
-    parser.add_argument("--quick", action="store_true", help="run nothing: only check that the runs are understood")
+    parser.add_argument("--quick", action="store_true", help="train nothing: only check that the runs are understood")
     return parser.parse_args(argv)
 
 
@@ -79,10 +79,6 @@ def main(argv: Sequence[str]) -> list[Table]:
     from openpi_train.tools.collect import collect
 
     flags = parse(argv)
-    if flags.quick:
-        for kind in KINDS:
-            parse_experiment(EXPERIMENT, words(Path("out"), SEEDS[0], kind, flags)).check(1)
-        return [Table(TITLE, COLUMNS, [], ["Not run: its runs are understood."])]
     if importlib.util.find_spec("mujoco") is None:
         return [
             Table(TITLE, COLUMNS, [], ["not measured: MuJoCo is not installed (pip install 'openpi_train[fetch]')"])
@@ -92,7 +88,11 @@ def main(argv: Sequence[str]) -> list[Table]:
         out = (flags.out or Path(temporary)).absolute()
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "pole.zarr").exists():
-            collect(PoleEnv(), out / "pole.zarr", episodes_per_task=flags.demonstrations)
+            collect(PoleEnv(), out / "pole.zarr", episodes_per_task=2 if flags.quick else flags.demonstrations)
+        if flags.quick:
+            for kind in KINDS:
+                parse_experiment(EXPERIMENT, words(out, SEEDS[0], kind, flags)).check(1)
+            return [Table(TITLE, COLUMNS, [], ["Not run: its runs are understood."])]
         for seed, (kind, methods) in itertools.product(flags.seeds, KINDS.items()):
             run = trained(out, seed, kind, flags)
             for delay, method, acted in acted_by(run, methods, flags):

@@ -47,7 +47,8 @@ def resume_verdict(config: object, path: str, saved: object, given: object) -> V
     """The rule for resuming with `given` instead of `saved` (JSON values) in the field of this path.
 
     `retired` is a field that the saved run's version had and this one has not (`RETIRED`): nothing depends on it. So is
-    a switch that is off, as by default, or a tuple or a choice of its default, which the saved run's version had not.
+    a switch that is off or a number that is 0, as by default, or a tuple or a choice of its default, which the saved
+    run's version had not.
     """
     rule: OnResume = "warn"
     default: Any = None
@@ -65,9 +66,10 @@ def resume_verdict(config: object, path: str, saved: object, given: object) -> V
             config = config[int(name)]
         else:
             config = None
-    # A choice without None is never saved as None: there was no such field.
+    # A choice, a switch or a number without None is never saved as None: there was no such field.
     is_choice = get_origin(kind) is Literal and None not in get_args(kind)
-    is_new = saved is None and (default is False or is_choice or (isinstance(default, tuple) and bool(default)))
+    is_off = default is False or (kind in (int, float) and not default)
+    is_new = saved is None and (is_off or is_choice or (isinstance(default, tuple) and bool(default)))
     if is_new and given == as_json(default):
         return "retired"
     if rule == "refuse_class":

@@ -50,6 +50,8 @@ class Switched:
     sizes: tuple[int, ...] = setting((1, 2), on_resume="refuse")
     kind: Literal["wide", "narrow"] = setting("wide", on_resume="refuse")
     other: Literal["wide", None] = setting("wide", on_resume="refuse")
+    bins: int = setting(0, on_resume="refuse")
+    some: int | None = setting(0, on_resume="refuse")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,10 @@ def test_a_tuple_that_the_runs_version_had_not_is_of_its_default_in_it(saved, gi
         ("kind", None, "narrow", "refuse"),
         ("kind", "narrow", "wide", "refuse"),
         ("other", None, "wide", "refuse"),  # which may have been None
+        ("bins", None, 0, "retired"),
+        ("bins", None, 2, "refuse"),
+        ("bins", 2, 0, "refuse"),
+        ("some", None, 0, "refuse"),
     ],
 )
 def test_a_choice_that_the_runs_version_had_not_is_its_default_in_it(name, saved, given, verdict):

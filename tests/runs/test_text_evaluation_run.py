@@ -121,9 +121,9 @@ def test_the_verb_measures_the_same_on_one_process_and_on_two(base, tmp_path):
     assert samples(tmp_path / "one")[:3] == samples_of(base, 4)
 
 
-def evaluated(checkpoint, out, *, policy=None, **texts):
+def evaluated(checkpoint, out, *, data=None, policy=None, **texts):
     """The results of `eval` in this process."""
-    request = EvaluateRequest(checkpoint=str(checkpoint), out=out, **(policy or {}))
+    request = EvaluateRequest(checkpoint=str(checkpoint), out=out, data=data, **(policy or {}))
     evaluate_policy.run(request, EvaluateTextRequest(**texts))
     return json.loads((out / "texts.json").read_text())["values"]
 

@@ -298,8 +298,8 @@ def test_a_policy_from_states_alone_tells_instructions_apart():
 class Told(nnx.Module):
     """In place of a denoiser: says which diffusion step it was told, as a share of a hundred."""
 
-    def __call__(self, noisy, step, condition):
-        del condition
+    def __call__(self, noisy, step, condition, added):
+        del condition, added
         return jnp.broadcast_to(step[:, None, None] / 100, noisy.shape)
 
 
