@@ -172,25 +172,22 @@ def below_one(config: ModelConfig, *names: str) -> list[str]:
     return [f"{name} {getattr(config, name)} must be at least 1" for name in names if getattr(config, name) < 1]
 
 
-def check_critic(has_critic: bool, objective: str, needs: frozenset[str]) -> list[str]:
-    """Why the objective of this name cannot train a policy whose critic is a choice, as sentences."""
-    if "value" not in needs or has_critic:
-        return []
-    return [f"objective {objective} trains a critic (--objective.value-weight): give --model.critic"]
+# What a model has only if a field of it is so large, by what objectives need: the field, its least value, and what an
+# objective does with it.
+_CHOSEN = {
+    "indicator": ("indicator", 1, "tells the model how good a chunk was: give --model.indicator"),
+    "value": ("critic", 1, "trains a critic (--objective.value-weight): give --model.critic"),
+    "return_logits": ("return_bins", 2, "trains a distribution of returns: give --model.return-bins, such as 201"),
+}
 
 
-def check_indicator(has_indicator: bool, objective: str, needs: frozenset[str]) -> list[str]:
-    """Why the objective of this name cannot train a policy whose indicator is a choice, as sentences."""
-    if "indicator" not in needs or has_indicator:
-        return []
-    return [f"objective {objective} tells the model how good a chunk was: give --model.indicator"]
-
-
-def check_return_bins(bins: int, objective: str, needs: frozenset[str]) -> list[str]:
-    """Why the objective of this name cannot train a model with so many returns, as sentences."""
-    if "return_logits" not in needs or bins > 1:
-        return []
-    return [f"objective {objective} trains a distribution of returns: give --model.return-bins, such as 201"]
+def check_chosen(model: ModelConfig, objective: str, needs: frozenset[str]) -> list[str]:
+    """Why the objective of this name cannot train the model, which has these parts only by choice, as sentences."""
+    return [
+        f"objective {objective} {told}"
+        for need, (field, least, told) in _CHOSEN.items()
+        if need in needs and getattr(model, field) < least
+    ]
 
 
 def as_policy(model: ModelConfig) -> PolicyConfig:

@@ -6,10 +6,9 @@ and its goal ten. StackCube is learnt from states, poses of the cubes included: 
 step takes ten times as long on a CPU.
 
 Command: python -m openpi_train reproduce maniskill_push_act
-Hardware: 2 CPU cores, busy, one device. Time: 8.5 CPU min, 19 min of wall time.
-Result: 24 of 100 episodes (16.7 to 33.2 %,
-seed 42; 2026-12-01, commit ef396574). The settings of `maniskill_stack_act`, run by hand, did 16 of 50 (20.8 to
-45.8 %). The others are not measured.
+Hardware: 2 CPU cores, busy, one device. Time: 8.5 CPU min, 19 min of wall time. Result: 24 of 100 episodes (16.7 to
+33.2 %, seed 42; 2026-12-01, commit ef396574). The settings of `maniskill_stack_act`, run by hand, did 16 of 50 (20.8
+to 45.8 %). The others are not measured.
 """
 
 import dataclasses
@@ -86,7 +85,7 @@ def _imitated(name: str, policy: str, task: _Task, train: str, steps: int, minut
 _DP = "a diffusion policy"
 
 ENTRIES = (
-    _imitated("push_act", "a small ACT", _PUSH, f"{_ACT} --batch-size 32 {_ACT_PICTURES}", 600, None),
+    _imitated("push_act", "a small ACT", _PUSH, f"{_ACT} --batch-size 32 {_ACT_PICTURES}", 600, 19),
     _imitated("push_dp", _DP, _PUSH, f"{_DIFFUSION} --batch-size 32 {_DIFFUSION_PICTURES}", 1200, None),
     _imitated("push_pi0", "a small pi0", _PUSH, f"{_PI0} --batch-size 32 --model.action-dim 25", 1200, None),
     _imitated("stack_act", "a small ACT", _STACK, f"{_ACT} --batch-size 64", 4000, None),

@@ -1,12 +1,11 @@
-"""The `data` verb: write a `sample`, `prepare` the embedded dataset, `collect` demonstrations, build an `index`,
-`check`, `inspect`, `repack` for slow storage, `merge`, `convert`, `fit-fast` a tokenizer, `advantages` of steps.
+"""The `data` verb: make datasets (`make_data.py`), build an `index`, `check`, `inspect`, `repack` for slow storage,
+`merge`, `convert`, `fit-fast` a tokenizer, say the `advantages` of steps.
 
-Each is a class: its fields are the flags, `run` executes it. Read next: `sample_data.py`, `data/make/embedded.py`,
-`collect.py`, `check_data.py`, `inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`,
-`data/make/convert.py`, `fit_fast.py`, `label_advantages.py`.
+Each is a class: its fields are the flags, `run` executes it. Read next: `make_data.py`, `check_data.py`,
+`inspect_data.py`, `data/formats/repack.py`, `data/formats/zarr/merge.py`, `data/make/convert.py`, `fit_fast.py`,
+`label_advantages.py`.
 """
 
-import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,176 +16,15 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from openpi_train.command_line import Own, Request, parse, parse_known
 from openpi_train.fields import at_least
 from openpi_train.runtime import logs
-from openpi_train.runtime.exits import DATA, DONE, DataError, UsageError, reported_as
-from openpi_train.tools.requests import ExperimentName, given_fields
+from openpi_train.runtime.exits import DATA, DONE, DataError, reported_as
+from openpi_train.tools.make_data import Collect, DataRequest, Prepare, Sample, say_what_is_in
+from openpi_train.tools.requests import ExperimentName
 
 if TYPE_CHECKING:
     from openpi_train.data.core.source import Source
     from openpi_train.experiment import Experiment
 
 _ABOUT = "Make, inspect and convert datasets."
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataRequest(Request, abc.ABC):
-    """One command on datasets."""
-
-    @property
-    def of_experiment(self) -> str | None:
-        """The name of the experiment, if it needs one; unknown flags are then fields of the experiment."""
-        return None
-
-    @abc.abstractmethod
-    def run(self, experiment: "Experiment | None") -> int | None:
-        """Run the command and print the result; returns the exit code, None for 0.
-
-        Raises OSError and ValueError with advice.
-        """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepare(DataRequest):
-    """Write an embedded dataset and its tokenizer: of the tabletop, or with `--name arithmetic` the arithmetic task.
-
-    Without flags: the dataset that this repository's experiments read under that name (docs/howto/data.md). A run that
-    needs such a dataset also writes it.
-    """
-
-    # Datasets' folder; None: $OPENPI_TRAIN_HOME/datasets.
-    directory: Path | None = None
-    # Of the dataset's own folder.
-    name: str = "tabletop"
-    # Tasks to record, such as reach_red pick_yellow; none: those of `data/make/embedded.py`, as with all that follows.
-    tasks: tuple[str, ...] = ()
-    # Training episodes of each.
-    episodes_per_task: int | None = None
-    # Held-out episodes of each.
-    val_episodes_per_task: int | None = None
-    # Pixels of a side.
-    image_size: int | None = None
-    # Of scenes and disturbances.
-    seed: int | None = None
-
-    def run(self, experiment: "Experiment | None") -> None:
-        from openpi_train.data.text import arithmetic
-
-        if self.name == arithmetic.NAME:
-            self._refuse_episodes()
-            print(f"{arithmetic.prepare(self.directory, seed=self.seed or 0)}: datasets and tokenizer.json")
-            return
-        import jax
-
-        from openpi_train.data.make.embedded import prepare
-
-        # It simulates on the CPU; jax would otherwise reserve a GPU for nothing.
-        jax.config.update("jax_platforms", "cpu")
-        changes = given_fields(self, "episodes_per_task", "val_episodes_per_task", "image_size", "seed")
-        if self.tasks:
-            changes["tasks"] = self.tasks
-        made = prepare(self.directory, name=self.name, **changes)
-        print(
-            f"{made.dataset}: {made.num_episodes} episodes, {made.num_steps} control steps; tokenizer {made.tokenizer}"
-        )
-
-    def _refuse_episodes(self) -> None:
-        for name in ("tasks", "episodes_per_task", "val_episodes_per_task", "image_size"):
-            if getattr(self, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} is for datasets of the tabletop; --name {self.name} takes --seed")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample(DataRequest):
-    """Write a dataset of demonstrations from a simulator, to try everything on.
-
-    It has pictures, states, actions and instructions. By default it takes less than a minute. The same flags give the
-    same actions on every machine.
-    """
-
-    # The dataset to make.
-    out: Annotated[Path, Positional, arg(metavar="OUT")]
-    # LeRobot's version 3.0 with videos, RLDS as tensorflow-datasets writes it, or diffusion_policy's replay buffer.
-    format: Literal["lerobot", "rlds", "zarr"] = "lerobot"
-    # The simulator: the embedded tabletop, or Meta-World (needs the extra sim).
-    env: Literal["tabletop", "metaworld"] = "tabletop"
-    # Tasks by name, such as reach_red stack_red_blue; none: a few.
-    tasks: tuple[str, ...] = ()
-    # Episodes of each.
-    episodes_per_task: int = at_least(1, 8)
-    # Pixels of a side.
-    image_size: int = at_least(16, 224)
-    # Of scenes and disturbances.
-    seed: int = 0
-    # Move what is at OUT aside.
-    overwrite: bool = False
-
-    def run(self, experiment: "Experiment | None") -> None:
-        import jax
-
-        from openpi_train.tools.sample_data import next_commands, sample
-
-        # As for `prepare`.
-        jax.config.update("jax_platforms", "cpu")
-        made = sample(
-            self.out,
-            form=self.format,
-            env_name=self.env,
-            tasks=self.tasks,
-            episodes_per_task=self.episodes_per_task,
-            image_size=self.image_size,
-            seed=self.seed,
-            overwrite=self.overwrite,
-        )
-        print(f"wrote {self.out} ({self.format}), read back:\n{made.account}")
-        print(f"go on with (training holds {made.num_held_out} of the {made.num_episodes} episodes out):")
-        print("\n".join(f"  {line}" for line in next_commands(self.out, self.env)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Collect(DataRequest):
-    """Record demonstrations by an environment's scripted expert, as a zarr store."""
-
-    # tabletop, metaworld (needs the extra sim), fetch:reach, fetch:push (fetch), or of ManiSkill maniskill:PushCube-v1,
-    # maniskill:StackCube-v1 (maniskill).
-    env: Annotated[str, Positional, arg(metavar="ENV")]
-    # The store to make; a begun one is continued.
-    out: Path
-    # Tasks by name, such as reach push; none: all.
-    tasks: tuple[str, ...] = ()
-    # Successful episodes of each.
-    episodes_per_task: int = at_least(1, 20)
-    # Pixels of a side; None: the environment's own, of metaworld no pictures.
-    image_size: int | None = at_least(1, None)
-    # Arguments of what makes a Gymnasium environment, each as NAME=VALUE.
-    env_make: Annotated[tuple[str, ...], arg(name="env.make")] = ()
-    # Of initial states and disturbances.
-    seed: int = 0
-    # Processes; the files are the same with any number.
-    workers: int = at_least(1, 1)
-
-    def run(self, experiment: "Experiment | None") -> None:
-        import jax
-
-        from openpi_train.envs.in_processes import ProcessEnv
-        from openpi_train.envs.named_envs import environment
-        from openpi_train.tools.collect import collect
-
-        # As for `prepare`.
-        jax.config.update("jax_platforms", "cpu")
-        env = environment(
-            self.env, image_size=self.image_size, settings={"make": self.env_make} if self.env_make else None
-        )
-        found = collect(
-            env.env if isinstance(env, ProcessEnv) else env,  # `workers` are the processes here
-            self.out,
-            tasks=self.tasks or None,
-            episodes_per_task=self.episodes_per_task,
-            seed=self.seed,
-            workers=self.workers,
-        )
-        for one in found:
-            print(one.text())
-        _say_what_is_in(self.out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,7 +183,7 @@ class Merge(DataRequest):
 
         prompts = {task: prompt for task, _, prompt in (text.partition("=") for text in self.prompt)}
         merge([StoreToMerge.parse(text) for text in self.stores], self.out, prompts=prompts, chunk_rows=self.chunk_rows)
-        _say_what_is_in(self.out)
+        say_what_is_in(self.out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -408,7 +246,7 @@ class Convert(Reading):
         prompt = given.prompt or task.replace("_", " ")
         places = Path(self.path), self.target
         convert(*places, cameras=given.cameras, task=task, prompt=prompt, chunk_rows=given.chunk_rows)
-        _say_what_is_in(self.target)
+        say_what_is_in(self.target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -499,15 +337,3 @@ def _experiment_at(path: str) -> str | None:
     """The name of an experiment; None if it is a path."""
     is_path = ".py" not in path and ("/" in path or Path(path).expanduser().exists())
     return None if is_path else path
-
-
-def _say_what_is_in(out: Path) -> None:
-    from openpi_train.data.formats.zarr.store import Store
-    from openpi_train.data.formats.zarr.zarr_layout import read_layout
-
-    layout = read_layout(Store(out))
-    tasks = ", ".join(f"{name} ({prompt!r})" for name, prompt in layout.tasks)
-    print(
-        f"wrote {out}: {len(layout.episode_ends)} episodes, {layout.episode_ends[-1]} control steps, every block read "
-        f"back; tasks {tasks}; train from it with --dataset {out}"
-    )

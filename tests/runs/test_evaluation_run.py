@@ -12,7 +12,7 @@ from command import ROOT, check, openpi_train, train
 from debian import install
 
 from openpi_train import train_verbs
-from openpi_train.runtime.exits import UsageError
+from openpi_train.runtime.exits import DataError, UsageError
 from openpi_train.tools import evaluate_policy, report
 from openpi_train.tools.requests import EvaluateRequest, ReportRequest
 from openpi_train.tools.run_files import RunFiles
@@ -106,6 +106,12 @@ def test_chunks_may_be_joined_in_two_ways_but_not_in_both(trained, tmp_path, mon
         evaluate_policy.run(_with(request, out=tmp_path, real_time_delay=6))
     with pytest.raises(UsageError, match=r"--execute 99: the policy's chunks have \d+ actions"):
         evaluate_policy.run(_with(request, out=tmp_path, execute=99))
+    with pytest.raises(UsageError, match="--data and --only: for the open loop, which --held-out 0 leaves out"):
+        evaluate_policy.run(_with(request, out=tmp_path, data=str(tmp_path), only="moving"))
+    with pytest.raises(DataError, match="absent does not exist"):
+        evaluate_policy.run(_with(request, out=tmp_path, held_out=1, data=str(tmp_path / "absent")))
+    with pytest.raises(DataError, match="^--only moving: the dataset has no such feature"):
+        evaluate_policy.run(_with(request, out=tmp_path, held_out=1, only="moving"))
     with pytest.raises(UsageError, match="did you mean tabletop"):
         evaluate_policy.run(_with(request, out=tmp_path, env="table_top"))
 

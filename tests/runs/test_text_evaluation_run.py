@@ -147,6 +147,8 @@ def test_a_folder_of_hugging_face_is_evaluated_on_any_texts(base, tmp_path, monk
     assert "completions: the texts have no prompts" in capsys.readouterr().out
     for told, given in {
         "has no data: give texts with --data": {},
+        "--columns: there is no --data that it is about": {"columns": ("prompt=question",)},
+        "--only: for robots' policies": {"data": str(texts), "policy": {"only": "moving"}},
         "--env: for robots' policies": {"data": str(texts), "policy": {"env": "tabletop"}},
         "the held-out texts have no prompts": {"data": str(texts), "num_prompts": 2},
         "--samples 2 with --temperature 0": {**how, "samples": 2},

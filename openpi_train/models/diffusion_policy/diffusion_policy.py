@@ -15,7 +15,7 @@ from openpi_train.models.compute_config import ComputeConfig
 from openpi_train.models.diffusion_policy.denoisers import Denoiser, MlpSizes, TransformerSizes, UnetSizes
 from openpi_train.models.diffusion_policy.diffusion_policy_network import UNIT_RANGE, DiffusionPolicy
 from openpi_train.models.exact_policy import ExactPolicyConfig, ExactRows
-from openpi_train.models.model_config import Base, below_one, check_critic, check_indicator, check_return_bins
+from openpi_train.models.model_config import Base, below_one, check_chosen
 from openpi_train.nn.resnet import Pooling, ResNet18, num_features
 from openpi_train.nn.return_head import ReturnHead
 from openpi_train.nn.value_head import ValueHead
@@ -135,12 +135,7 @@ class DiffusionPolicyConfig(ComputeConfig, ExactPolicyConfig):
         return {"unet": self.unet, "transformer": self.transformer, "mlp": self.mlp}[self.denoiser]
 
     def check_objective(self, name: str, needs: frozenset[str]) -> list[str]:
-        return [
-            *super().check_objective(name, needs),
-            *check_indicator(self.indicator, name, needs),
-            *check_critic(self.critic, name, needs),
-            *check_return_bins(self.return_bins, name, needs),
-        ]
+        return super().check_objective(name, needs) + check_chosen(self, name, needs)
 
     @property
     def base(self) -> Base | None:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from openpi_train.fields import at_least
 from openpi_train.models import prompted
-from openpi_train.models.model_config import Base, below_one, check_critic, check_indicator, check_return_bins
+from openpi_train.models.model_config import Base, below_one, check_chosen
 from openpi_train.models.param_rules import ParamRules
 from openpi_train.models.pi0 import pi0_names
 from openpi_train.models.pi0.pi0_network import Pi0
@@ -164,9 +164,7 @@ class Pi0Config(prompted.GemmaPolicyConfig):
                 f"--model.knowledge-insulation with objective {name}: the gradient does not reach the language model, "
                 "which nothing would train; use InsulatedFlow (as pi05_bridge_insulated does), or leave the flag out"
             )
-        problems += check_indicator(self.indicator, name, needs)
-        problems += check_critic(self.critic, name, needs)
-        problems += check_return_bins(self.return_bins, name, needs)
+        problems += check_chosen(self, name, needs)
         if "insulation" in needs and not self.knowledge_insulation:
             problems.append(
                 f"objective {name} trains the language model by action tokens, which rows have only with "
