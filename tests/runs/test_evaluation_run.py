@@ -108,9 +108,9 @@ def test_chunks_may_be_joined_in_two_ways_but_not_in_both(trained, tmp_path, mon
         evaluate_policy.run(_with(request, out=tmp_path, execute=99))
     with pytest.raises(UsageError, match="--data and --only: for the open loop, which --held-out 0 leaves out"):
         evaluate_policy.run(_with(request, out=tmp_path, data=str(tmp_path), only="moving"))
-    with pytest.raises(DataError, match="absent does not exist"):
+    with pytest.raises(DataError, match=r"absent does not exist"):
         evaluate_policy.run(_with(request, out=tmp_path, held_out=1, data=str(tmp_path / "absent")))
-    with pytest.raises(DataError, match="^--only moving: the dataset has no such feature"):
+    with pytest.raises(DataError, match=r"^--only moving: the dataset has no such feature"):
         evaluate_policy.run(_with(request, out=tmp_path, held_out=1, only="moving"))
     with pytest.raises(UsageError, match="did you mean tabletop"):
         evaluate_policy.run(_with(request, out=tmp_path, env="table_top"))
