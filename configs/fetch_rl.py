@@ -111,6 +111,7 @@ fetch_reach_ppo = dataclasses.replace(
 """It goes on by PPO, with a critic.
 
 Command: python -m openpi_train fetch_reach_ppo --exp-name x --weight-loader.params-path checkpoints/fetch_reach_few/x
-Hardware: 2 CPU cores, shared. Time: 9 min. Result: 32 of 100 unseen episodes from 28, and 48 from 38 (seeds 42 and 43;
-2026-12-01, commit e18772da; benchmarks/results/practice_fetch.md).
+Hardware: 2 CPU cores. Time: 325 CPU s, with two evaluations. Result: 56, 64 and 43 of 100 unseen episodes from 42, 43
+and 39, where 3,000 more steps of imitation end at 38, 48 and 41 (seeds 45 to 47; 2026-12-01, commit 89c258be;
+benchmarks/results/practice_fetch.md).
 """

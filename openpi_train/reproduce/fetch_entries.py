@@ -45,6 +45,7 @@ _PRACTISED = Reproduction(
     evaluations={"fetch:reach": "eval {run} --env fetch:reach --episodes 100 --execute 4 --held-out 0 --videos 0"},
     extra="fetch",
     module="gymnasium_robotics",
+    minutes=7,
 )
 
 ENTRIES = (
